@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,9 +102,29 @@ def read_columns(folder: Path, *names: str) -> list[list[Any]]:
     return [[line.get(name) for name in names] for line in read_lines(folder)]
 
 
+def assert_same_metrics(folder: Path, expected: Path, *names: str, rtol: float = 2e-5) -> None:
+    """Rounding differs: the processes take the sum over a batch in another order."""
+    columns = names or ("loss", "grad_norm")
+    rows, wanted = (
+        torch.tensor(read_columns(run, *columns), dtype=torch.float64) for run in (folder, expected)
+    )
+    torch.testing.assert_close(rows, wanted, rtol=rtol, atol=0.0)
+
+
 def list_checkpoints(folder: Path) -> list[str]:
     """Names of the complete checkpoints of a run, oldest first."""
     return [checkpoint.name for checkpoint in list_complete(folder / "checkpoints")]
+
+
+def copy_until(run: Path, folder: Path, step: int) -> Path:
+    """Copies a run without the checkpoints after `step` and without its summary: what a kill
+    leaves."""
+    shutil.copytree(run, folder)
+    (folder / "summary.json").unlink()
+    for name in list_checkpoints(folder):
+        if int(name.removeprefix("step-")) > step:
+            shutil.rmtree(folder / "checkpoints" / name)
+    return folder
 
 
 def seal_checkpoint(folder: Path) -> None:

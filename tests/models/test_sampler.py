@@ -38,46 +38,25 @@ def test_every_setting_of_the_sampler_reaches_the_samples():
         assert not torch.allclose(draw(key), draw()), key
 
 
-def test_guidance_extrapolates_inside_its_interval_only():
-    sizes = []
-
-    def model(x, t, y):
-        sizes.append(len(x))
-        return y.view(-1, 1, 1, 1).float().expand_as(x)
-
-    labels = torch.tensor([1, 2])
-    velocity = make_guided_velocity(
-        model, labels, null_label=5, guidance=3.0, guidance_interval=(0.2, 0.8)
-    )
-    x = torch.zeros(2, 1, 1, 1)
-    assert velocity(x, 0.5).flatten().tolist() == [5 + 3 * (1 - 5), 5 + 3 * (2 - 5)]
-    assert velocity(x, 0.9).flatten().tolist() == [1, 2]
-    assert sizes == [4, 2]
-
-
-def test_internal_guidance_comes_before_the_other_one_inside_its_interval():
+def test_each_guidance_extrapolates_inside_its_interval_only_the_internal_one_first():
     calls = []
 
     def model(x, t, y, internal_guidance=None):
-        calls.append(internal_guidance)
-        velocity = y.view(-1, 1, 1, 1).float().expand_as(x)
-        inner = 0.5 * velocity  # of the internal head
-        return (
-            velocity
-            if internal_guidance is None
-            else inner + internal_guidance * (velocity - inner)
-        )
+        """The internal head estimates half the velocity."""
+        calls.append((len(x), internal_guidance))
+        factor = 0.5 + 0.5 * (internal_guidance or 1.0)
+        return factor * y.view(-1, 1, 1, 1).float().expand_as(x)
 
     labels = torch.tensor([1, 2])
     x = torch.zeros(2, 1, 1, 1)
-    velocity = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.5, (0.3, 1.0))
-    expected = {0.2: (5, 1, 2), 0.5: (6.25, 1.25, 2.5)}
-    for t, (null, *with_labels) in expected.items():
+    velocity = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.5, (0.3, 0.9))
+    for t, (null, *with_labels) in {0.2: (5, 1, 2), 0.5: (6.25, 1.25, 2.5)}.items():
         assert velocity(x, t).flatten().tolist() == [null + 3 * (v - null) for v in with_labels]
-    assert velocity(x, 0.9).flatten().tolist() == [1.25, 2.5]
-    plain = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.0, (0.3, 1.0))
+    assert velocity(x, 0.8).flatten().tolist() == [1.25, 2.5]
+    assert velocity(x, 1.0).flatten().tolist() == [1, 2]
+    plain = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.0, (0.3, 0.9))
     plain(x, 0.5)
-    assert calls == [None, 1.5, 1.5, None]
+    assert calls == [(4, None), (4, 1.5), (2, 1.5), (2, None), (4, None)]
 
 
 @pytest.mark.parametrize(("steps", "solver"), [(0, "heun"), (4, "dpm")])

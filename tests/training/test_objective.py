@@ -11,7 +11,7 @@ from data.loader import Batch
 from models.denoiser import drop_aux_heads, select_aux_heads
 from models.sampler import shift_times
 from sampling.load import load_run
-from tests.harness.denoisers import fill_zero_layers, make_denoiser
+from tests.harness.outcomes import are_equal
 from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.steps import assemble_run, compose_words, tiny_training
 from tests.harness.words import CPU, TINY_RUN
@@ -26,62 +26,33 @@ def make_batch(size):
     return Batch(latents, position % 3, position, position)
 
 
-def compute_losses(objective, model=lambda x, *_: x, batch=None, **options):
-    batch = batch or make_batch(4000)
-    return objective.compute_losses(model, batch, seed=0, null_label=3, **options)
-
-
-def test_a_perfect_model_has_no_loss():
-    """Where z is 0, the target v = ε - z is x / t."""
-    batch = make_batch(64)
-    batch = batch._replace(latents=torch.zeros_like(batch.latents))
-    losses, t, _ = compute_losses(FlowMatching(), lambda x, t, y: x / t.view(-1, 1, 1, 1), batch)
-    assert losses.max() < 1e-10
-    assert ((t > 0) & (t < 1)).all()
+def compute_times(**options):
+    objective = FlowMatching(logit_mean=0.5, logit_std=0.7, **options)
+    losses = objective.compute_losses(lambda x, *_: x, make_batch(4000), seed=0, null_label=3)
+    return losses.t
 
 
 def test_time_is_logit_normal_and_shifted():
-    t = compute_losses(FlowMatching(logit_mean=0.5, logit_std=0.7)).t
+    t = compute_times()
+    assert ((t > 0) & (t < 1)).all()
     logit = torch.logit(t)
     assert abs(logit.mean() - 0.5) < 0.05
     assert abs(logit.std() - 0.7) < 0.05
-    shifted = compute_losses(FlowMatching(logit_mean=0.5, logit_std=0.7, timestep_shift=3.0)).t
+    shifted = compute_times(timestep_shift=3.0)
     torch.testing.assert_close(shifted, shift_times(t, 3.0))
     assert (shifted > t).all()
 
 
-def test_labels_are_dropped_at_their_rate_in_training_only():
-    labels = []
-
-    def model(x, t, y):
-        labels.append(y)
-        return x
-
-    objective = FlowMatching(label_dropout=0.3)
-    compute_losses(objective, model)
-    compute_losses(objective, model, held_out=True)
-    assert abs((labels[0] == 3).float().mean() - 0.3) < 0.03
-    assert torch.equal(labels[1], make_batch(4000).labels)
-
-
-def test_a_dropped_label_becomes_the_one_that_no_class_has():
+def test_labels_become_the_null_label_at_their_rate_in_training_only():
     """Digits have the classes 0 … 9."""
-    training = tiny_training("mamba", "objective.label_dropout=1.0")
+    training = tiny_training("mamba", "objective.label_dropout=0.3")
     labels = []
     training.step.forward = lambda x, t, y: labels.append(y) or x
-    training.step.compute_losses(next(training.loader))
-    assert labels[0].unique().tolist() == [10]
-
-
-def test_draws_follow_the_position_not_the_batch():
-    batch = make_batch(8)
-    model = fill_zero_layers(make_denoiser("mamba", channels=1, height=4, width=4))
+    batch = make_batch(4000)
     for held_out in (False, True):
-        whole = compute_losses(FlowMatching(), model, batch, held_out=held_out)
-        some = Batch(*(t[3:5] for t in batch[:4]))
-        part = compute_losses(FlowMatching(), model, some, held_out=held_out)
-        torch.testing.assert_close(part.flow, whole.flow[3:5])
-        torch.testing.assert_close(part.t, whole.t[3:5], rtol=0.0, atol=0.0)
+        training.step.compute_losses(batch, held_out)
+    assert abs((labels[0] == 10).float().mean() - 0.3) < 0.03
+    assert torch.equal(labels[1], batch.labels)
 
 
 def measure_unevenness(u):
@@ -111,15 +82,15 @@ def test_held_out_losses_of_two_objectives_are_comparable():
         assert evaluate(tiny_training("mamba", *words)) == pytest.approx(losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_training_minimises_the_loss_and_the_extra_term(parts):
+def test_training_minimises_the_loss_and_the_extra_term():
+    """Draws follow the position, so micro-batches have those of the batch."""
     training = tiny_training("mamba", *EXTRA_TERM)
     batch = next(training.loader)
     flow, _, extra = training.step.compute_losses(batch)
     parameters = list(training.model.parameters())
     expected = torch.autograd.grad(flow.mean() + extra["size"].mean(), parameters)
 
-    chunks = zip(*(tensor.chunk(parts) for tensor in batch[:4]), strict=True)
+    chunks = zip(*(tensor.chunk(2) for tensor in batch[:4]), strict=True)
     means = training.step.accumulate([Batch(*columns) for columns in chunks])
     torch.testing.assert_close([p.grad for p in parameters], [*expected], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(means, {"loss": flow.mean(), "loss_size": extra["size"].mean()})
@@ -128,21 +99,33 @@ def test_training_minimises_the_loss_and_the_extra_term(parts):
 ALIGN = ["objective.align_weight=0.5", "objective.align_block=1"]
 
 
-def test_the_latent_is_estimated_from_an_early_block():
-    """The term is the smooth L1 distance to the clean latents, and trains the head and the blocks
-    before it; in evaluation it is absent."""
-    training = tiny_training("hybrid", *ALIGN)
-    outputs = []
+def test_the_latent_is_estimated_from_an_early_block_and_the_velocity_by_an_internal_head():
+    """The flow is x = z + t·v. The first term is the smooth L1 distance to the clean latents, and
+    trains its head and the blocks before it; the second trains its head only. In evaluation both
+    are absent."""
+    training = tiny_training("hybrid", *ALIGN, "model.internal_block=2")
+    calls = []
     forward = training.step.forward
-    training.step.forward = lambda *inputs: outputs.append(forward(*inputs)) or outputs[-1]
+    training.step.forward = lambda *inputs: calls.append((inputs, forward(*inputs))) or calls[-1][1]
     batch = next(training.loader)
-    losses = training.step.compute_losses(batch)
-    difference = (outputs[0][1]["latent"] - batch.latents).abs()
+    flow, _, terms = training.step.compute_losses(batch)
+    (x, t, _), (velocity, outputs) = calls[0]
+    target = (x - batch.latents) / t.view(-1, 1, 1, 1)
+    for loss, guess in ((flow, velocity), (terms["internal"], outputs["internal"])):
+        torch.testing.assert_close(loss, (guess - target).square().mean(dim=(1, 2, 3)))
+    difference = (outputs["latent"] - batch.latents).abs()
     distance = torch.where(difference < 0.05, 10 * difference.square(), difference - 0.025)
-    torch.testing.assert_close(losses.extra["latent"], 0.5 * distance.mean(dim=(1, 2, 3)))
+    torch.testing.assert_close(terms["latent"], 0.5 * distance.mean(dim=(1, 2, 3)))
 
-    losses.extra["latent"].mean().backward()
-    reached = {n for n, p in training.model.named_parameters() if p.grad is not None}
+    def train_term(name):
+        terms[name].mean().backward()
+        return {n for n, p in training.model.named_parameters() if p.grad is not None}
+
+    internal = train_term("internal")
+    assert internal == {
+        f"internal.{name}" for name, _ in training.model.internal.named_parameters()
+    }
+    reached = train_term("latent") - internal
     assert select_aux_heads(dict.fromkeys(reached)).keys() == {
         f"aux_heads.latent.{name}" for name, _ in LatentHead(64, 4).named_parameters()
     }
@@ -153,22 +136,6 @@ def test_the_latent_is_estimated_from_an_early_block():
     assert evaluate(training) == held_out
     with pytest.raises(ValueError, match="has not run the head"):
         training.step.compute_losses(batch)
-
-
-def test_the_internal_head_learns_the_velocity_and_nothing_else():
-    training = tiny_training("mamba", "model.internal_block=2")
-    calls = []
-    forward = training.step.forward
-    training.step.forward = lambda *inputs: calls.append((inputs, forward(*inputs))) or calls[-1][1]
-    batch = next(training.loader)
-    losses = training.step.compute_losses(batch)
-    (x, t, _), (_, outputs) = calls[0]
-    target = (x - batch.latents) / t.view(-1, 1, 1, 1)
-    error = (outputs["internal"] - target).square().mean(dim=(1, 2, 3))
-    torch.testing.assert_close(losses.extra["internal"], error)
-    losses.extra["internal"].mean().backward()
-    reached = {name for name, p in training.model.named_parameters() if p.grad is not None}
-    assert reached == {f"internal.{name}" for name, _ in training.model.internal.named_parameters()}
 
 
 def test_a_model_starts_the_same_with_and_without_the_head():
@@ -187,7 +154,7 @@ def test_a_model_starts_the_same_with_and_without_the_head():
 
 
 def test_files_of_weights_leave_the_head_out(tmp_path):
-    """Any run samples from them and starts from them, with or without an internal head."""
+    """Any run samples from them and starts from the averages, with or without an internal head."""
     run = tmp_path / "run"
     words = [*TINY_RUN, "save_every=2"]
     train(compose([*words, *ALIGN, "ema.snapshots=1", f"run_dir={run}"]))
@@ -195,10 +162,16 @@ def test_files_of_weights_leave_the_head_out(tmp_path):
     assert len(files) == 4
     assert not any(select_aux_heads(load_file(file)) for file in files)
     assert load_run(run, device="cpu").sample([3], steps=1).shape == (1, 8, 8, 3)
+    first = run
     for number, objective in enumerate(([], ALIGN, ["model.internal_block=1"], [])):
-        own = [f"init_from={run}", f"run_dir={tmp_path / str(number)}"]
+        own = [f"init_from={run}", f"run_dir={tmp_path / str(number)}", "optim.lr=0"]
         run = tmp_path / str(number)
         train(compose([*words, *objective, *own]))
+    weights, averages = (
+        load_file(folder / f"checkpoints/step-2/{name}.safetensors")
+        for folder, name in ((run, "model"), (first, "ema"))
+    )
+    assert are_equal(weights, averages)
 
 
 def test_the_estimate_ends_by_a_weight_of_zero():

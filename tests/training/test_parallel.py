@@ -13,15 +13,21 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from common.files import ROOT
-from tests.harness.outcomes import FOUR_STEPS, are_equal, read_columns, read_lines
+from tests.harness.outcomes import (
+    FOUR_STEPS,
+    are_equal,
+    assert_same_metrics,
+    read_columns,
+    read_lines,
+)
 from tests.harness.sets import cover_pairs
 from tests.harness.zygote import read_output
+from training.checkpoint.snapshots import list_snapshots
 
 EXTRAS = [
     "eval_every=2",
@@ -30,22 +36,11 @@ EXTRAS = [
     "sampling.steps=2",
     "sampling.per_class=3",
     "fd_every=4",
-    "fd.count=150",
+    "fd.count=60",
     "fd.features=[encoder]",
+    "ema.snapshots=4",
 ]
 WORKER = [sys.executable, "-m", "tests.harness.parallel_worker", *FOUR_STEPS]
-
-
-@pytest.fixture(scope="module")
-def run_ranks(zygote):
-    """`run_ranks(folder, *words)`: what the processes of a run print; all must end well."""
-
-    def start(folder, *words, ranks=2, **environment):
-        codes = zygote(folder, *FOUR_STEPS, *words, ranks=ranks, environment=environment)
-        assert codes == [0] * ranks, read_output(folder)
-        return read_output(folder)
-
-    return start
 
 
 @pytest.fixture(scope="module")
@@ -61,32 +56,24 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def launch(folder, *words, **environment):
-    """Starts two processes by torchrun, with the options of scripts/slurm/train.sbatch."""
-    launcher = [
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=2",
-        "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",
-    ]
+TORCHRUN = """torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=2
+    --signals-to-handle=SIGTERM,SIGINT,SIGUSR1"""
+"""The options of scripts/slurm/train.sbatch."""
+ACCELERATE = """accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1
+    --main_process_port=0 --mixed_precision=no --dynamo_backend=no"""
+
+
+def launch(folder, *words, launcher=TORCHRUN, **environment):
+    """Starts two processes by a launcher."""
     return subprocess.Popen(
-        [sys.executable, "-m", *launcher, *WORKER[1:], *words, f"run_dir={folder}"],
+        [sys.executable, "-m", *launcher.split(), *WORKER[1:], *words, f"run_dir={folder}"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        text=True,
     )
-
-
-def assert_same_metrics(folder, expected, *names, rtol=2e-5):
-    """Rounding differs: the processes take the sum over a batch in another order."""
-    columns = names or ("loss", "grad_norm")
-    rows, wanted = (
-        torch.tensor(read_columns(run, *columns), dtype=torch.float64) for run in (folder, expected)
-    )
-    assert_close(rows, wanted, rtol=rtol, atol=0.0)
 
 
 def read_weights(folder, step, name="ema"):
@@ -98,6 +85,8 @@ def read_weights(folder, step, name="ema"):
     [
         (["runtime.parallel.mode=ddp"], 2),
         (["runtime.parallel.mode=fsdp"], 2),
+        # A benchmark measures the cost of the path of many processes.
+        (["runtime.parallel.mode=fsdp"], 1),
         pytest.param(["runtime.parallel.mode=fsdp"], 3, marks=pytest.mark.slow),
         pytest.param(
             ["runtime.parallel.mode=hsdp", "runtime.parallel.shard_degree=2"],
@@ -301,11 +290,15 @@ def test_one_process_over_nccl_trains_as_one_without_it(words, tmp_path):
     "another number of processes: 2, 3, 1", "the same samples; the same losses within rounding"
 )
 def test_a_checkpoint_fits_any_number_of_processes(run_ranks, single, folder):
-    """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run."""
-    for samples, ranks, mode in ((24, 2, "fsdp"), (36, 3, "ddp"), (48, 1, "none")):
+    """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run, and its
+    snapshots of averages."""
+    for samples, ranks, mode in ((24, 2, "ddp"), (36, 3, "fsdp"), (48, 1, "none")):
         words = [f"total_samples={samples}", "save_every=1", f"runtime.parallel.mode={mode}"]
-        run_ranks(folder, *words, ranks=ranks)
+        run_ranks(folder, *words, f"ema.snapshots={samples // 12}", ranks=ranks)
     assert_same_metrics(folder, single)
+    for snapshot, expected in zip(list_snapshots(folder), list_snapshots(single), strict=True):
+        assert snapshot.file.name == expected.file.name
+        assert_close(load_file(snapshot.file), load_file(expected.file), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
@@ -336,7 +329,7 @@ def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single, tmp
     marker = tmp_path / "died"
     process = launch(tmp_path / "run", "save_every=1", FAULT="die:1:3", FAULT_MARKER=str(marker))
     _, errors = process.communicate()
-    assert process.returncode == 0, errors.decode()[-3000:]
+    assert process.returncode == 0, errors[-3000:]
     assert marker.exists()
     assert_same_metrics(tmp_path / "run", single)
 
@@ -359,11 +352,11 @@ def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote, folder):
 def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name, run_ranks, folder):
     process = launch(folder, "total_samples=1200000", "save_every=100000", "log_every=5")
     while not (folder / "metrics.jsonl").exists():
-        assert process.poll() is None, process.communicate()[1].decode()[-2000:]
+        assert process.poll() is None, process.communicate()[1][-2000:]
         time.sleep(0.02)
     os.kill(process.pid, getattr(signal, name))
     output, _ = process.communicate()
-    assert "asked to stop at step" in output.decode()
+    assert "asked to stop at step" in output
     (saved,) = (folder / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
     output = run_ranks(folder, f"total_samples={12 * (step + 2)}")
@@ -394,25 +387,9 @@ def test_a_wrong_launch_is_one_sentence(words, environment, sentence, zygote, fo
 @pytest.mark.slow
 def test_accelerate_starts_the_processes_that_torchrun_starts(run_ranks, tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    launcher = (
-        "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1 "
-        "--main_process_port=0 --mixed_precision=no --dynamo_backend=no"
-    )
-    words = ["runtime.device=cpu", f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher.split(), *WORKER[1:], *words],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "all-reduce in one step of 2 processes" in done.stdout
+    process = launch(tmp_path / "run", "runtime.device=cpu", launcher=ACCELERATE)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "all-reduce in one step of 2 processes" in output
     run_ranks(tmp_path / "other")
     assert read_columns(tmp_path / "run", "loss") == read_columns(tmp_path / "other", "loss")
-
-
-def test_one_process_may_take_the_path_of_many(run_ranks, single, folder):
-    """A benchmark measures its cost."""
-    assert "in one step of 1 processes" in run_ranks(folder, FSDP, ranks=1)
-    assert_same_metrics(folder, single)

@@ -1,17 +1,13 @@
 """Runs that start from the weights of another one."""
 
 import dataclasses
-import inspect
 import re
 import shutil
-from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.config.build import resolve_target
 from common.config.compose import compose, read_config
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
@@ -25,14 +21,6 @@ from training.checkpoint.load import read_state_file
 from training.checkpoint.save import Checkpoints
 from training.weights.first_weights import insert_pretrained
 from training.weights.pretrained import load_pretrained, read_description, refuse_other_function
-
-
-def test_weights_of_another_run_start_a_new_one(run, tmp_path):
-    run("save_every=2")
-    ema = load_file(tmp_path / "run/checkpoints/step-2/ema.safetensors")
-    summary = run(f"init_from={tmp_path / 'run'}", "optim.lr=0", "save_every=2", folder="second")
-    weights = load_file(Path(summary["checkpoint"]) / "model.safetensors")
-    assert are_equal(weights, ema)
 
 
 def make_training(folder, names, *words):
@@ -88,51 +76,42 @@ def test_fine_tuning_keeps_the_label_rows_of_equal_names(then, now, rows, senten
         assert are_equal(state, {name: trained[name] for name in state})
 
 
-def test_weights_that_do_not_fit_are_named_by_the_first_tensor(tmp_path):
-    old = make_training(tmp_path / "old", CLASSES, "model.depth=3")
-    new = make_training(tmp_path / "new", CLASSES)
-    save_weights(old, tmp_path / "old.safetensors")
-    sentence = r"init_from=.*does not fit this model: modulation.weight has shape \(1280"
-    with expect_refusal(sentence):
-        start_from(tmp_path / "old.safetensors", new)
-
-
 def test_weights_without_a_description_start_a_run_that_they_fit(tmp_path):
+    """Others are named by the first tensor that does not fit."""
     old = make_training(tmp_path / "old", CLASSES)
-    save_weights(old, tmp_path / "old.safetensors", described=False)
+    file = tmp_path / "old.safetensors"
+    save_weights(old, file, described=False)
     new = make_training(tmp_path / "new", CLASSES)
-    assert start_from(tmp_path / "old.safetensors", new).endswith("old.safetensors")
-    other = make_training(tmp_path / "other", ["a", "b"])
-    with expect_refusal(
-        r"label_embed.table.weight has shape \(4, .* and the file names no classes"
+    assert start_from(file, new).endswith("old.safetensors")
+    for names, word, sentence in (
+        (
+            ["a", "b"],
+            "model.depth=2",
+            r"label_embed.table.weight has shape \(4, .* and the file names no classes",
+        ),
+        (
+            CLASSES,
+            "model.dim=32",
+            r"init_from=.*does not fit this model: pos_embed has shape \(1, 4, 64\) in the file",
+        ),
     ):
-        start_from(tmp_path / "old.safetensors", other)
+        other = make_training(tmp_path / names[0], names, word)
+        with expect_refusal(sentence):
+            start_from(file, other)
 
 
 # The scan's order of tokens belongs to the weights.
 
 SCAN_RUN = [*TINY_RUN, "save_every=1"]
-WAYS = ["run_dir", "resume", "init_from", "file"]
-
-
-def compose_scan(folder, columns, *words):
-    """Composes a run as if the model's file in conf/ had the order `columns`."""
-    composed = compose([*SCAN_RUN, f"run_dir={folder}", *words])
-    model, source = (
-        node | {"mixer": node["mixer"] | {"columns": columns}}
-        for node in (composed.cfg.model, composed.source["model"])
-    )
-    cfg = dataclasses.replace(composed.cfg, model=model)
-    return composed._replace(cfg=cfg, source=composed.source | {"model": source})
 
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory):
     """A run whose description lacks the order, as in earlier versions, and one that scans columns
-    too. Read only."""
+    too, as the model's file in conf/ says. Read only."""
     folder = tmp_path_factory.mktemp("scans")
     train(compose([*SCAN_RUN, f"run_dir={folder / 'rows'}", "~model.mixer.columns"]))
-    train(compose_scan(folder / "columns", True))
+    train(compose([*SCAN_RUN, f"run_dir={folder / 'columns'}"]))
     return folder
 
 
@@ -145,14 +124,15 @@ def start_with(run, way, folder):
     return folder / "new", f"{way}={run}"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("columns", [False, True])
-def test_a_run_keeps_the_order_of_the_weights_with_which_it_starts(
-    columns, way, scans, tmp_path, capsys
-):
-    run, word = start_with(scans / ("columns" if columns else "rows"), way, tmp_path)
-    train(compose_scan(run, not columns, word, "total_samples=32"))
-    sentence = f"need model.mixer.columns={str(columns).lower()}, so this run keeps"
+@pytest.mark.parametrize("way", ["run_dir", "resume", "init_from", "file"])
+def test_a_run_keeps_the_order_of_the_weights_with_which_it_starts(way, scans, tmp_path, capsys):
+    """A command that asks for another one is refused."""
+    run, word = start_with(scans / "rows", way, tmp_path)
+    words = [*SCAN_RUN, f"run_dir={run}", word]
+    with expect_refusal("model.mixer.columns=true: the weights in .* leave the word out"):
+        train(compose([*words, "model.mixer.columns=true"]))
+    train(compose([*words, "total_samples=32"]))
+    sentence = "need model.mixer.columns=false, so this run keeps"
     assert capsys.readouterr().out.count(sentence) == 1
     checkpoint = run / "checkpoints" / "step-4"
     for model in (
@@ -160,16 +140,9 @@ def test_a_run_keeps_the_order_of_the_weights_with_which_it_starts(
         read_state_file(checkpoint)["model"],
         read_description(checkpoint / "ema.safetensors").model,
     ):
-        assert model["mixer"]["columns"] is columns
+        assert model["mixer"]["columns"] is False
     blocks = load_pretrained(checkpoint / "ema.safetensors", CPU)[0].blocks
-    assert [block.rows_1 is not None for block in blocks] == [False, columns]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_command_that_asks_for_another_order_is_refused(way, scans, tmp_path):
-    run, word = start_with(scans / "rows", way, tmp_path)
-    with expect_refusal("model.mixer.columns=true: the weights in .* leave the word out"):
-        train(compose_scan(run, True, word, "model.mixer.columns=true"))
+    assert [block.rows_1 for block in blocks] == [None, None]
 
 
 def test_a_model_without_the_key_gets_the_order_of_its_weights(scans, tmp_path):
@@ -178,60 +151,39 @@ def test_a_model_without_the_key_gets_the_order_of_its_weights(scans, tmp_path):
     assert composed.cfg.model["mixer"]["columns"] is True
     other = compose([*words, "model=conv_xs"])
     assert insert_pretrained(other) == other
+    with expect_refusal("model.mixer.columns=false: .* need model.mixer.columns=true; leave"):
+        insert_pretrained(compose([*words, "model.mixer.columns=false"]))
 
 
 def test_weights_without_a_description_take_the_order_of_the_command(scans, tmp_path):
     file = tmp_path / "plain.safetensors"
     save_file(load_file(scans / "columns/checkpoints/step-2/model.safetensors"), file)
     for given in ([], ["model.mixer.columns=true"]):
-        composed = compose_scan(tmp_path / "run", True, f"init_from={file}", *given)
-        assert insert_pretrained(composed).cfg.model["mixer"]["columns"] is bool(given)
+        words = [*SCAN_RUN, f"run_dir={tmp_path / 'run'}", f"init_from={file}", *given]
+        assert insert_pretrained(compose(words)).cfg.model["mixer"]["columns"] is bool(given)
 
 
 MIXER = "models.mixers.bidirectional_ssd.BidirectionalSSD"
-SIDES = {
-    "models.denoiser.Denoiser": "drop_path internal_block | patch_size mlp_ratio eps "
-    "attention_every norm time_scale conditioning text_tokens dim depth head_dim mixer attention "
-    "mlp text",
-    "models.mixers.attention.Attention": "| qk_norm eps bias rope_base window shift text_tokens",
-    MIXER: "| expand state_dim eps columns",
-    "models.mixers.convolution.Convolution": "| expand",
-    "models.mixers.selective_scan.SelectiveScan": "| expand state_dim",
-    "models.mixers.zigzag_ssd.ZigzagSSD": "| expand state_dim eps",
-}
-"""Class -> its arguments in which weights and run may differ | those in which they may not."""
-FROM_OUTSIDE = {"channels", "height", "width", "num_classes", "grid", "layer", "dim", "head_dim"}
-"""Arguments that the latents, or the model around a mixer, set."""
 
 
-@pytest.mark.parametrize("name", SIDES)
-def test_each_argument_of_a_model_is_on_one_side(name, tmp_path):
-    harmless, compared = (side.split() for side in SIDES[name].split("|"))
-    arguments = inspect.signature(resolve_target(name, "model")).parameters.keys()
-    assert arguments - FROM_OUTSIDE == {*harmless, *compared} - FROM_OUTSIDE
-    for key in (*harmless, *compared):
-        node = {"_target_": name, "attention_every": 1}
-        other = node | {key: "another"}
-        with nullcontext() if key in harmless else expect_refusal(f"model.{key}=another"):
-            refuse_other_function(tmp_path, other, node)
-        refuse_other_function(tmp_path, other, other)
-
-
-def test_an_absent_argument_has_its_default(tmp_path):
+def test_an_absent_argument_has_its_default_and_another_value_is_refused(tmp_path):
     node = {"_target_": "models.denoiser.Denoiser", "mixer": {"_target_": MIXER}}
     given = node | {"eps": 1e-6, "mixer": {"_target_": MIXER, "columns": False}}
     given |= {"mlp": {"_target_": "models.block.SwiGLU", "_partial_": True}}
     # No block has attention, whatever it would be.
     given |= {"attention_every": 0, "attention": {"_target_": "models.mixers.attention.Attention"}}
     refuse_other_function(tmp_path, node, given)
+    for key, value in {"eps": 1e-5, "norm": "layer", "time_scale": 1.0}.items():
+        with expect_refusal(f"model.{key}={value}"):
+            refuse_other_function(tmp_path, given | {key: value}, node)
 
 
-@pytest.mark.parametrize("words", [[], ["adapter=lora"]])
-def test_weights_of_another_function_are_refused_though_all_tensors_fit(words, run, tmp_path):
+def test_weights_of_another_function_are_refused_though_all_tensors_fit(run, tmp_path):
     """Attention in windows has the tensors of attention without."""
     dit = ["model=dit_xs", *TINY_MODEL]
     run(*dit, "model.mixer.window=2", "save_every=1", folder="base")
-    words = [*words, f"init_from={tmp_path / 'base'}"]
-    with expect_refusal("model with model.mixer.window=2, which shows in no tensor"):
-        run(*dit, *words)
-    run(*dit, *words, "model.mixer.window=2", "model.drop_path=0.1")
+    for adapter in ("none", "lora"):
+        words = [*dit, f"adapter={adapter}", f"init_from={tmp_path / 'base'}"]
+        with expect_refusal("model with model.mixer.window=2, which shows in no tensor"):
+            run(*words)
+        run(*words, "model.mixer.window=2", "model.drop_path=0.1", folder=adapter)

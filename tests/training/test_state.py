@@ -7,7 +7,7 @@ from torch import Tensor
 from common.distributed.ranks import Ranks
 from common.trees import flatten
 from tests.harness.outcomes import are_equal
-from tests.harness.steps import allow_any_precision, tiny_training
+from tests.harness.steps import tiny_training
 
 
 def copy_tensors(state):
@@ -31,13 +31,10 @@ def test_warm_up_leaves_no_trace():
     assert (training.loader.state_dict(), state.samples) == (position, samples)
 
 
-OPTIMIZERS = {"AdamW": [], "Adam": [], "SGD": ["~optim.betas"]}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_state_is_restored_in_place_where_a_graph_may_hold_on_to_it(optimizer):
+@pytest.mark.parametrize(("optimizer", "words"), [("AdamW", []), ("SGD", ["~optim.betas"])])
+def test_state_is_restored_in_place_where_a_graph_may_hold_on_to_it(optimizer, words):
     """Also the state before the first step; and what follows is the same, bit for bit."""
-    words = [f"optim._target_=torch.optim.{optimizer}", *OPTIMIZERS[optimizer]]
+    words = [f"optim._target_=torch.optim.{optimizer}", *words]
     training = tiny_training("mamba", *words)
     reference = tiny_training("mamba", *words)
 
@@ -55,8 +52,8 @@ def test_state_is_restored_in_place_where_a_graph_may_hold_on_to_it(optimizer):
     assert are_equal(training.model.parameters(), reference.model.parameters())
 
 
-def test_the_loss_scale_is_part_of_the_state(monkeypatch):
-    allow_any_precision(monkeypatch)
+@pytest.mark.usefixtures("any_precision")
+def test_the_loss_scale_is_part_of_the_state():
     training = tiny_training(precision="fp16")
     other = tiny_training(precision="fp16")
     training.step.scaler.scale.fill_(256.0)

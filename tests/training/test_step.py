@@ -5,11 +5,9 @@ import torch
 from torch.testing import assert_close
 
 from accel.techniques.precision import LossScaler
-from tests.harness.denoisers import fill_zero_layers, make_denoiser
 from tests.harness.outcomes import are_equal, read_columns
 from tests.harness.steps import (
     VARIANTS,
-    allow_any_precision,
     assemble,
     explain_unavailable,
     key_of,
@@ -18,29 +16,22 @@ from tests.harness.steps import (
     tiny_training,
 )
 from tests.harness.words import CPU
-from training.objective import Losses
-from training.optim.ema import EMA
 from training.state import load_weights
 
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def any_precision(monkeypatch):
-    allow_any_precision(monkeypatch)
+pytestmark = pytest.mark.usefixtures("any_precision")
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_equals_pytorchs(fused):
-    model, step, _, loader = assemble("mamba", "max_grad_norm=0.05", fused_adamw=fused)
-    reference, other, _, other_loader = assemble("mamba", "max_grad_norm=0")
-    step([next(loader)])
-    losses = other.compute_losses(next(other_loader)).flow
-    losses.mean().backward()
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-    assert norm > 0.05
-    other.optimizer.step()
-    assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-5, atol=1e-7)
+    training = tiny_training("mamba", "max_grad_norm=0.05", fused_adamw=fused)
+    training.take_step()
+    reference = tiny_training("mamba", "max_grad_norm=0")
+    reference.step.compute_losses(next(reference.loader)).flow.mean().backward()
+    parameters = list(reference.model.parameters())
+    assert torch.nn.utils.clip_grad_norm_(parameters, 0.05) > 0.05
+    reference.step.optimizer.step()
+    assert_close(list(training.model.parameters()), parameters, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -76,32 +67,40 @@ def select_internal(model):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_fp16_finds_its_loss_scale_without_counting_it_as_failure(fused):
-    model, step, _, loader = assemble(precision="fp16", fused_adamw=fused)
+    words = ["guards.spike_sigmas=6", "guards.spike_window=8"]
+    model, step, _, loader = assemble("mamba", *words, precision="fp16", fused_adamw=fused)
     before = [p.detach().clone() for p in model.parameters()]
+
+    def count(batch):
+        output = step([batch])
+        return output.skipped, output.backed_off
 
     # Gradients overflow at this scale.
     step.scaler.scale.fill_(2.0**40)
-    output = step([next(loader)])
-    assert (output.skipped, output.backed_off) == (0.0, 1.0)
+    assert count(next(loader)) == (0.0, 1.0)
     assert are_equal(before, model.parameters())
     assert step.scaler.scale == 2.0**39
 
     # No scale helps where the loss itself is NaN.
     batch = next(loader)
-    output = step([batch._replace(latents=batch.latents * float("nan"))])
-    assert (output.skipped, output.backed_off) == (1.0, 0.0)
+    assert count(batch._replace(latents=batch.latents * float("nan"))) == (1.0, 0.0)
 
     step.scaler.scale.fill_(1024.0)
-    output = step([next(loader)])
-    assert (output.skipped, output.backed_off) == (0.0, 0.0)
+    assert count(next(loader)) == (0.0, 0.0)
+
+    # Any step is a spike after a window of such norms; it does not move the scale.
+    step.spikes.norms.copy_(1e-6 * torch.arange(8))
+    step.spikes.count.fill_(8)
+    assert count(next(loader)) == (1.0, 0.0)
+    assert step.scaler.scale == 1024.0
 
 
 def test_the_loss_scale_cancels():
     norms = []
     for scale in (1.0, 4096.0):
-        _, step, _, loader = assemble(precision="fp16", fused_adamw=True)
-        step.scaler.scale.fill_(scale)
-        norms.append(step([next(loader)]).grad_norm)
+        training = tiny_training(precision="fp16", fused_adamw=True)
+        training.step.scaler.scale.fill_(scale)
+        norms.append(training.take_step().grad_norm)
     assert_close(*norms, rtol=2e-2, atol=0.0)
 
 
@@ -116,80 +115,28 @@ def test_the_loss_scale_grows_and_backs_off_like_gradscalers():
     assert scaler.scale == grown * reference.get_backoff_factor()
 
 
-def test_a_spike_does_not_move_the_loss_scale():
-    _, step, _, loader = assemble(
-        "mamba", "guards.spike_sigmas=6", "guards.spike_window=8", precision="fp16"
-    )
-    # Any step is a spike after a window of such norms.
-    step.spikes.norms.copy_(1e-6 * torch.arange(8))
-    step.spikes.count.fill_(8)
-    output = step([next(loader)])
-    assert (output.skipped, output.backed_off) == (1.0, 0.0)
-    assert step.scaler.scale == 1024.0
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypatch):
+def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer):
     """Deterministic PyTorch fills memory with NaN that it allocates and does not write."""
     training = tiny_training("mamba", f"optim={optimizer}", fused_adamw=True)
-    losses = training.step.compute_losses
     torch.use_deterministic_algorithms(True)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            training.step,
-            "compute_losses",
-            lambda batch: Losses(losses(batch).flow * torch.nan, torch.tensor([])),
-        )
-        assert training.take_step().skipped == 1.0
+    batch = next(training.loader)
+    assert training.step([batch._replace(latents=batch.latents * torch.nan)]).skipped == 1.0
     assert [float(training.take_step().skipped) for _ in range(3)] == [0.0] * 3
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 
 
 def test_a_step_has_the_rates_of_the_samples_it_ends_at():
-    """A step has 8 samples, the warm-up 160, and at 160 samples the half-life is 0.05 · 160."""
+    """A step has 8 samples, the warm-up 160, and at 160 samples the half-life is 0.05 · 160, later
+    100."""
     step = tiny_training("mamba", "schedule.warmup_samples=160").step
     step.schedule(72)
     assert step.lr == pytest.approx(0.5e-3)
     step.schedule(152)
     assert step.lr == pytest.approx(1e-3)
-    assert step.averages[0][1].item() == pytest.approx(0.5)
-
-
-def test_the_average_has_its_half_life_and_ramp():
-    model = torch.nn.Linear(1, 1, bias=False)
-    ema = EMA(model, 100.0)
-    model.weight.data.fill_(0.0)
-    ema.averages[0].fill_(1.0)
-    for _ in range(10):
-        ema.update(torch.tensor(ema.compute_weight(10**6, 10)))
-    assert ema.averages[0].item() == pytest.approx(0.5)
-    # The ramp shortens the half-life to 0.05 · 200 = 10 samples.
-    assert ema.compute_weight(200, 10) == pytest.approx(0.5)
-
-
-def test_an_update_in_parts_has_the_same_bits(monkeypatch):
-    model = fill_zero_layers(make_denoiser("dit"))
-    whole = EMA(model, 100.0)
-    monkeypatch.setattr("accel.composite_optimizer.PART_ELEMENTS", 1000)
-    parts = EMA(model, 100.0)
-    assert len(whole.parts) == 1 < len(parts.parts)
-    for parameter in model.parameters():
-        parameter.data.mul_(1.1)
-    for ema in (whole, parts):
-        ema.update(torch.tensor(0.3))
-    assert are_equal(whole.averages, parts.averages)
-
-
-def test_the_averages_are_applied_and_taken_back_bit_for_bit():
-    model = fill_zero_layers(make_denoiser("dit"))
-    ema = EMA(model, 100.0)
-    for average in ema.averages:
-        average.add_(1.0)
-    parameters = [p.detach().clone() for p in model.parameters()]
-    averages = [average.clone() for average in ema.averages]
-    with ema.swap_in():
-        assert are_equal(model.parameters(), averages)
-    assert are_equal(model.parameters(), parameters)
+    ema, weight = step.averages[0]
+    assert weight.item() == pytest.approx(0.5)
+    assert (1 - ema.compute_weight(10**6, 10)) ** 10 == pytest.approx(0.5)
 
 
 def choose_run(variant):

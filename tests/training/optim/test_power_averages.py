@@ -6,14 +6,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from common.clock import CLOCK
 from common.config.compose import compose
-from tests.harness.outcomes import FOUR_STEPS, TWELVE_STEPS, are_equal, read_outcome
+from tests.harness.outcomes import TWELVE_STEPS, read_outcome
 from tests.harness.refusals import expect_refusal
-from tests.harness.steps import tiny_training
 from tests.harness.words import TINY_RUN
 from train import train
 from training.checkpoint.files import write_tensors
@@ -39,52 +37,35 @@ def read_snapshots(run):
 
 
 @pytest.mark.parametrize(("length", "exponent"), [(0.05, 16.97), (0.10, 6.94)])
-def test_an_average_has_its_profile_in_closed_form(length, exponent):
-    """Also after the batch has changed; exponents as published."""
+def test_an_average_has_its_profile_in_closed_form(length, exponent, monkeypatch):
+    """Also after the batch has changed, and in two parts; exponents as published."""
+    monkeypatch.setattr("accel.composite_optimizer.PART_ELEMENTS", 8)
     found = find_exponent(length)
     assert found == pytest.approx(exponent, abs=5e-3)
     assert np.sqrt(found + 1) / (found + 2) / np.sqrt(found + 3) == pytest.approx(length, rel=1e-9)
     ends = np.cumsum([8] * 300 + [16] * 200)
     walk = np.cumsum(np.random.default_rng(0).standard_normal((500, 16)), axis=0)
-    model = torch.nn.ParameterDict({"p": torch.nn.Parameter(torch.full((16,), 1e3))})
+    model = torch.nn.ParameterList(torch.full((2, 8), 1e3).unbind())
     average = PowerAverage(model, length)
+    assert len(average.parts) == 2
     for end, batch, values in zip(ends, np.diff(ends, prepend=0), walk, strict=True):
-        model["p"].data = torch.from_numpy(values).float()
+        for parameter, value in zip(model, torch.from_numpy(values).float().split(8), strict=True):
+            parameter.data = value
         average.update(torch.tensor(average.compute_weight(int(end), int(batch))))
 
     shares = np.diff((ends / ends[-1]) ** (found + 1), prepend=0.0)
     expected = torch.from_numpy(shares @ walk).float()
-    assert_close(average.averages[0], expected, rtol=1e-5, atol=1e-4)
+    assert_close(torch.cat(average.averages), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_skipped_step_changes_no_average_and_bf16_weights_have_wide_ones():
-    training = tiny_training("mamba", "ema.snapshots=4", weights="bf16", fused_adamw=True)
-    training.take_step()
-    averages = [t for a in training.state.power_averages for t in a.averages]
-    parameters = [*training.model.parameters()] * 2
-    assert_close(averages, [p.detach().float() for p in parameters], rtol=1e-6, atol=1e-7)
-    training.take_step()
-    before = [tensor.clone() for tensor in averages]
-    batch = next(training.loader)
-    nan = batch._replace(latents=batch.latents * torch.nan)
-    assert training.step([nan]).skipped == 1.0
-    assert are_equal(averages, before)
-    training.take_step()
-    assert not any(torch.equal(*pair) for pair in zip(averages, before, strict=True))
-
-
-def test_snapshots_are_where_they_are_due_and_describe_their_model(whole):
-    """Every 19.2 of 96 samples, in steps of 8."""
-    found = [(snapshot.samples, snapshot.length) for snapshot in list_snapshots(whole)]
-    assert found == [(n, length) for n in (24, 40, 64, 80, 96) for length in (0.05, 0.10)]
-    assert read_description(list_snapshots(whole)[2].file).step == 5
-
-
-def test_a_run_that_goes_on_keeps_its_snapshots(whole, tmp_path):
+def test_snapshots_are_where_they_are_due_and_a_longer_run_keeps_them(whole, tmp_path):
+    """Every 19.2 of 96 samples and then every 38.4 of 192, in steps of 8."""
     folder = start_run(shutil.copytree(whole, tmp_path / "copy"), "total_samples=192")
+    found = [(snapshot.samples, snapshot.length) for snapshot in list_snapshots(folder)]
+    ends = (24, 40, 64, 80, 96, 120, 160, 192)
+    assert found == [(end, length) for end in ends for length in (0.05, 0.10)]
     assert read_snapshots(whole).items() < read_snapshots(folder).items()
-    ends = sorted({snapshot.samples for snapshot in list_snapshots(folder)})
-    assert ends == [24, 40, 64, 80, 96, 120, 160, 192]
+    assert read_description(list_snapshots(whole)[2].file).step == 5
 
 
 def test_a_snapshot_takes_no_time_of_training(run, monkeypatch):
@@ -125,17 +106,3 @@ def test_a_full_disk_loses_no_snapshot(whole, tmp_path, monkeypatch):
     shutil.copy(list_snapshots(folder)[0].file, folder / "averages/samples-72-0.05.safetensors")
     assert read_snapshots(start_run(folder)) == read_snapshots(whole)
     assert read_outcome(folder).state == read_outcome(whole).state
-
-
-def test_sharded_averages_are_those_of_one_process(zygote, tmp_path):
-    """Snapshots of two processes, one of which continues alone."""
-    words = [*FOUR_STEPS, "save_every=2", "ema.snapshots=4"]
-    sharded = ["runtime.parallel.mode=fsdp", "total_samples=24", "ema.snapshots=2"]
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    assert zygote(alone, *words) == [0]
-    assert zygote(shared, *words, *sharded, ranks=2) == [0, 0]
-    assert zygote(shared, *words) == [0]
-    pairs = zip(list_snapshots(alone), list_snapshots(shared), strict=True)
-    for expected, snapshot in pairs:
-        assert expected.file.name == snapshot.file.name
-        assert_close(load_file(snapshot.file), load_file(expected.file), rtol=1e-4, atol=1e-5)

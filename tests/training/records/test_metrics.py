@@ -94,15 +94,6 @@ def test_a_window_has_its_own_peak_of_memory_and_the_share_of_its_kernels(meter,
         assert [report[key] for report in reports] == pytest.approx(values)
 
 
-def test_losses_are_means_over_the_steps_that_were_not_skipped():
-    meter = Meter(batch_size=8, tokens=1, train_flops=3, peak_flops=None)
-    for value, skipped in ((1.0, 0.0), (torch.nan, 1.0), (3.0, 0.0)):
-        losses = {"loss": torch.tensor(value), "loss_size": torch.tensor(10.0 * value)}
-        meter.update(StepOutput(losses, *torch.tensor([1.0, skipped, 0.0])))
-    report = meter.report(lr=0.1)
-    assert (report["loss"], report["loss_size"], report["skipped"]) == (2.0, 20.0, 1)
-
-
 def test_the_first_rate_after_a_resume_is_of_new_steps_only():
     meter = Meter(batch_size=8, tokens=1, train_flops=3, peak_flops=None)
     sums = {"loss": 3.0, "skipped": 0.0, "backed_off": 0.0, "in_row": 0.0, "steps": 3}
