@@ -113,6 +113,10 @@ def test_an_encoder_that_a_file_names_is_on_this_disk_or_pinned(
         build_autoencoder(spec, CPU, str(tmp_path))
 
 
+OTHER_MODEL = pytest.mark.fault(
+    "a weights file whose header describes what it does not hold",
+    "refused in a sentence, in 1 GiB, 5 s",
+)
 EXPORT = pytest.mark.fault(
     "weights whose header names code as their model", "refused in a sentence; nothing is run"
 )
@@ -131,23 +135,22 @@ HOSTILE = [
         {"mixer": ON_A_HUB | {"revision": "a" * 40}},
         "names models.autoencoders.DiffusersAutoencoder as part of its model, .* do not trust",
     ),
-    *(
-        pytest.param("model", changes, sentence, marks=EXPORT)
-        for changes, sentence in (
-            ({"_target_": "os.system"}, "do not trust this file"),
-            ({"_target_": "data.resident.ResidentLatents"}, "do not trust this file"),
-            ({"mixer": {"_target_": "models.denoiser.torch.load"}}, "is not allowed"),
-        )
-    ),
+]
+CODE = [
+    ("model", {"_target_": "os.system"}, "do not trust this file"),
+    ("model", {"_target_": "data.resident.ResidentLatents"}, "do not trust this file"),
+    ("model", {"mixer": {"_target_": "models.denoiser.torch.load"}}, "is not allowed"),
 ]
 """Part of the description in a weights file, its changes, and the sentence that refuses them."""
 
 
-@pytest.mark.fault(
-    "a weights file whose header describes what it does not hold",
-    "refused in a sentence, in 1 GiB, 5 s",
+@pytest.mark.parametrize(
+    ("part", "changes", "sentence"),
+    [
+        *(pytest.param(*case, marks=OTHER_MODEL) for case in HOSTILE),
+        *(pytest.param(*case, marks=EXPORT) for case in CODE),
+    ],
 )
-@pytest.mark.parametrize(("part", "changes", "sentence"), HOSTILE)
 def test_hostile_weights(part, changes, sentence, tmp_path):
     payload = make_weights()
     description = read_description(payload)
