@@ -13,14 +13,13 @@ from accel import saved_tensors
 from accel.composite_optimizer import iterate_innermost
 from accel.evidence import Evidence
 from accel.techniques import offload_optimizer
-from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.offload_optimizer import OffloadOptimizer
 from common.config.compose import compose
 from tests.harness.outcomes import read_outcome
 from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import read_ledger, tiny_training
-from tests.harness.words import CPU, TINY_RUN
+from tests.harness.words import TINY_RUN
 from train import train
 from training.preflight.memory import count_lasting_bytes
 
@@ -223,14 +222,6 @@ def test_activations_that_other_hooks_keep():
             return forward(*inputs)
 
     block.forward = keep_activations
-    assert read_ledger(training)["offload_activations"].missing
-
-
-def test_activations_in_a_cache_that_no_hook_sees():
-    """The configuration refuses the pair; the ledger would show it."""
-    training = training_of(offload_activations=True)
-    selective = CheckpointBlocks(True, CPU, checkpoint_policy="selective")
-    selective.on_model(training.model)
     assert read_ledger(training)["offload_activations"].missing
 
 
