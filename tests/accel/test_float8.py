@@ -68,6 +68,7 @@ def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
             model = build(node, "model", channels=4, height=32, width=32, num_classes=9)
         layers = filter(float8.is_large, model.blocks[0].modules())
         assert {tuple(layer.weight.shape) for layer in layers} == sizes
+    assert not float8.is_large(nn.Linear(2048, 1024))
 
 
 @HERE
