@@ -58,7 +58,6 @@ def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("none", None),
         ("unwritten", "planted[0] is not finite, or has elements that no program wrote"),
         ("changing", "planted[0] differs between two equal calls"),
     ],
