@@ -57,7 +57,7 @@ def test_the_kept_bytes_are_those_of_inputs_and_of_kept_results(precision, size)
     # logarithms of its sums in fp32; or, computed by products in bf16, its scores.
     results = size * B * L * (3 * D + D + D + 2 * hidden + D)
     results += B * heads * L * (size * L if precision == "bf16" else 4)
-    assert saved["blocks"] == input_bytes
+    assert saved["blocks"] == input_bytes == sum(tensor.nbytes for tensor in inputs)
     assert saved["selective"] == input_bytes + results
     assert saved[None] > saved["selective"]
 

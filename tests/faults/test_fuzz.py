@@ -1,5 +1,5 @@
-"""Mutants of everything that the commands read: each is used right, or refused in one sentence, in
-1 GiB and 5 s."""
+"""Mutants of latents, weights, command lines and runs: each is used right, or refused in one
+sentence, in 1 GiB and 5 s."""
 
 import hashlib
 import json
@@ -8,29 +8,20 @@ import shutil
 import sys
 from contextlib import suppress
 from functools import cache, partial
-from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
-from safetensors.torch import load
 
+import train
 from common.config.compose import compose
-from common.config.schema import PrecomputeConfig
 from common.distributed.exit import run_app
 from common.trees import list_nodes
-from data.loader import LatentTensors, draw_samples
-from data.manifest import make_spec, read_manifest
+from data.manifest import read_manifest
 from data.resident import ResidentLatents
-from data.source import open_source
 from data.streamed import StreamedLatents
-from encoding.decoding import DecodedImages
-from encoding.job import plan_shards
-from encoding.sources import list_images
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
@@ -38,7 +29,7 @@ from tests.harness.limits import is_unfit, run_limited
 from tests.harness.mutants import mutate_file, mutate_safetensors, mutate_tree
 from tests.harness.outcomes import seal_checkpoint
 from tests.harness.payloads import as_json, make_weights, read_description, with_description
-from tests.harness.sets import draw_random_samples, save_images, save_latent_set, write_tar
+from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU, TINY_RUN
 from tests.harness.zygote import read_output
 from training.assemble import assemble
@@ -105,51 +96,20 @@ def verify_set(folder):
 
 
 def use_loader(folder, kind, on_corrupt, **options):
-    """An epoch must have each sample once, with its own latents, finite, and a label of a class."""
+    """An epoch must have each sample once, finite, with a label of a class."""
     loader = kind(
         path=str(folder), batch_size=5, seed=0, device=CPU, on_corrupt=on_corrupt, **options
     )
     manifest = read_manifest(str(folder))
-    normalise = make_spec(manifest, open_source(str(folder)), "channel").make_normaliser(CPU)
-    splits = {
-        "train": [next(loader) for _ in range(-(-manifest.count // 5))],
-        "held_out": list(loader.held_out(4)),
-    }
-    for split, batches in splits.items():
-        rows = read_rows(folder, split)
+    train = [next(loader) for _ in range(-(-manifest.count // 5))]
+    for batches, count in ((train, manifest.count), (loader.held_out(4), manifest.held_out)):
         ids = set()
         for batch in batches:
-            originals = [rows[id_] for id_ in batch.ids.tolist()]
-            tensors = {key: torch.cat([row[key] for row in originals]) for key in originals[0]}
-            latents = tensors["latents"]
-            if split == "train":
-                latents = draw_samples(LatentTensors(**tensors), 0, batch.position)
-            assert torch.equal(batch.latents, normalise(latents))
             assert batch.latents.isfinite().all()
-            assert torch.equal(batch.labels, tensors["labels"])
-            assert batch.labels.min() >= 0
+            assert 0 <= batch.labels.min() <= batch.labels.max()
             assert batch.labels.max() < max(1, len(manifest.class_names))
             ids.update(batch.ids.tolist())
-        count = manifest.count if split == "train" else manifest.held_out
         assert on_corrupt == "skip" or len(ids) == count
-
-
-def read_rows(folder, split):
-    """Tensors by id of each sample whose block has its hash, read without the project's code."""
-    rows = {}
-    first = 0
-    for shard in json.loads((folder / "manifest.json").read_text())["shards"]:
-        if shard["split"] != split:
-            continue
-        for offset, size, samples, sha256 in shard["blocks"]:
-            with suppress(OSError, SafetensorError, IndexError):
-                content = (folder / shard["file"]).read_bytes()[offset:][:size]
-                if hash_bytes(content) == sha256:
-                    tensors = load(content)
-                    for i in range(samples):
-                        rows[first + i] = {name: t[i : i + 1] for name, t in tensors.items()}
-            first += samples
-    return rows
 
 
 MIXERS = [
@@ -186,31 +146,11 @@ def start_from(file):
 
 TEXTS = st.text(max_size=9) | st.sampled_from(
     (
-        "null",
-        "[]",
-        "{a:{b:[1,{c:2}]}}",
-        "{_target_:os.system}",
-        "'",
-        "\\'",
-        "a,b",
-        "${seed}",
-        "${oc.env:NOPE}",
-        "${${seed}}",
-        "range(3)",
-        "2020-01-01",
-        "os.system",
-        "\udc80",
-        "[" * 5000,
-        "9" * 400,
-        "1e308",
-        "-1e308",
-        "1e-320",
-        "nan",
-        "inf",
-        str(2**63),
+        *("null", "{a:{b:[1,{c:2}]}}", "{_target_:os.system}", "\\'", "range(3)", "2020-01-01"),
+        *("${${seed}}", "${oc.env:NOPE}", "\udc80", "[" * 5000, "9" * 400, "1e-320", "nan"),
+        *("-1", "0", "7", "1.5"),
     )
 )
-NUMBERS = st.sampled_from(("-1", "0", "1", "3", "7", "16", "0.5", "1.5"))
 
 
 @cache
@@ -220,21 +160,11 @@ def list_keys():
 
 
 def break_command(draw, folder):
-    """Words of a command line that are split, lost, quoted or begin with dashes, and overrides of
-    any key; of a run everything is built that comes before the first step."""
+    """An override of any key, and words that are split, lost, quoted or begin with dashes; of a run
+    everything is built that comes before the first step."""
     model = draw(st.sampled_from(("dit", "conv", "mamba", "zigzag")))
-    key = draw(st.sampled_from(list_keys()))
-    run = [*TINY_RUN, "runtime=eager", "data=synthetic", f"model={model}_xs"]
-    commands = {
-        "train": [*run, f"{key}={draw(NUMBERS | TEXTS)}", "optim.betas=[0.9,0.95]"],
-        "precompute_latents": [f"source={folder}", f"out={folder}/out", "encoder=sd"],
-        "scripts.sample": [f"run_dir={folder}", "labels=[0,1]", "out=über/x"],
-        "scripts.evaluate": [f"run_dir={folder}", "features=[encoder,random]", "count=8"],
-        "scripts.verify_latents": [f"path={folder}", "count=0"],
-        "scripts.import_latents": [f"source={folder}", f"out={folder}/out", "encoder=x"],
-    }
-    name = draw(st.sampled_from(["train", *commands]))
-    words = commands[name]
+    words = [*TINY_RUN, "runtime=eager", "data=synthetic", f"model={model}_xs"]
+    words.append(f"{draw(st.sampled_from(list_keys()))}={draw(TEXTS)}")
     place = draw(st.integers(0, len(words) - 1))
     key, _, value = words[place].partition("=")
     text = draw(TEXTS)
@@ -242,63 +172,25 @@ def break_command(draw, folder):
         words[place : place + 1],
         [],
         [text],
-        [f"{key}={text}"],
         [f"{key}{text}={value}"],
         [f"{key}={value[:2]}{text}{value[2:]}"],
         [f"--{key}", value],
         [f"{key}='{value}"],
     )
     words[place : place + 1] = draw(st.sampled_from(changes))
-    return partial(run_command, name, words)
+    return partial(run_command, words)
 
 
-def run_command(name, words):
-    module = import_module(name)
+def run_command(words):
     with (
-        patch.object(sys, "argv", [name, *words]),
+        patch.object(sys, "argv", ["train.py", *words]),
         patch.dict(os.environ, HYDRA_MAIN_MODULE="__main__"),
         patch("train.train", lambda composed: assemble(composed.cfg, CPU)),
-        patch("precompute_latents.precompute"),
     ):
-        module.main() if name.startswith("scripts.") else run_app(module.main)
+        run_app(train.main)
 
 
-NAMES = ("x.jpg", ".jpg", "a.b.png", "a\nb.jpg", "ñ漢.png", "\udcff.jpg", "x.txt", "train")
-
-
-def break_images(draw, folder):
-    """Changes the bytes or the name of an image, in a folder or in a tar."""
-    source = save_images(folder / "photos", ("cat", "dog"), 3)
-    files = sorted(source.rglob("*.*"))
-    contents = {file.read_bytes() for file in files}
-    file = draw(st.sampled_from(files))
-    kind = draw(st.sampled_from(("bytes", "name", "tar")))
-    if kind == "bytes":
-        mutate_file(draw, file)
-    elif kind == "name":
-        file.rename(file.with_name(draw(st.sampled_from(NAMES))))
-    else:
-        members = {f"{i}{file.suffix}": file.read_bytes() for i, file in enumerate(files)}
-        members |= {f"{i}.cls": draw(st.just(b"0") | st.binary()) for i in range(len(files))}
-        source = write_tar(folder / "a.tar", members)
-        mutate_file(draw, source)
-    return partial(use_images, source, contents)
-
-
-def use_images(source, contents):
-    """Whatever is listed must decode if it is one of the good files, or give a sentence."""
-    images = list_images(source)
-    plan_shards(images, PrecomputeConfig(source=str(source), held_out=0.2))
-    for entry, (_, item) in zip(images.entries, DecodedImages(images.entries, 8), strict=False):
-        if isinstance(item, torch.Tensor):
-            assert item.shape == (3, 8, 8)
-            continue
-        assert isinstance(item, str)
-        assert not is_unfit(item)
-        assert Path(entry.file).read_bytes()[entry.offset :][: entry.size] not in contents
-
-
-SUBJECTS = {break_set: 20, break_weights: 12, break_command: 12, break_images: 8}
+SUBJECTS = {break_set: 20, break_weights: 12, break_command: 12}
 """Examples of each in `make test`; many more are slow."""
 MANY = pytest.param(100, marks=pytest.mark.slow)
 

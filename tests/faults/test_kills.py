@@ -98,11 +98,6 @@ def test_kills_within_a_save(ranks, rank, step, zygote, run_whole, tmp_path, rec
                 (1, 20, ["async_checkpoints=false"]),
                 (1, 20, ["runtime.precision=bf16"]),
                 (2, 20, ["runtime.parallel.mode=ddp"]),
-                (
-                    1,
-                    15,
-                    ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
-                ),
                 (1, 15, ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"]),
             )
         ),

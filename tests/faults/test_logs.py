@@ -1,7 +1,7 @@
 """Logs are only logs: no run depends on them, and every line can be read."""
 
+import shutil
 import time
-from pathlib import Path
 
 import pytest
 
@@ -38,8 +38,7 @@ NORMAL = ("a line without its end", "nothing")
     ],
 )
 def test_a_damaged_log_stops_no_run(kind, zygote, run_whole, tmp_path):
-    folder = tmp_path / "run"
-    assert zygote(folder, "total_samples=64") == [0]
+    folder = shutil.copytree(run_whole("total_samples=64"), tmp_path / "run")
     log = folder / "metrics.jsonl"
     log.write_bytes(DAMAGES[kind](log.read_bytes()))
     History(folder)
@@ -73,21 +72,18 @@ def test_every_line_is_strict_json(tmp_path):
     "the command of a finished run again",
     "it says so and touches nothing; more samples continue it",
 )
-def test_a_finished_run_is_left_alone(zygote, tmp_path):
-    folder = tmp_path / "run"
-    assert zygote(folder) == [0]
-    Path(f"{folder}.log").unlink()
-    before = read_files(folder)
-    assert zygote(folder, "optim.lr=0.5") == [0]
-    output = read_output(folder)
-    assert f"run_dir={folder} holds a finished run, of 96 samples; there is nothing to do" in output
+def test_a_finished_run_is_left_alone(zygote, finished):
+    before = read_files(finished)
+    assert zygote(finished, "optim.lr=0.5") == [0]
+    assert zygote(finished, "model.depth=3") == [1]
+    assert zygote(finished, "resume=never") == [1]
+    assert read_files(finished) == before
+    output = read_output(finished)
+    assert f"{finished} holds a finished run, of 96 samples; there is nothing to do" in output
     assert "optim.lr was" in output
-    assert zygote(folder, "model.depth=3") == [1]
-    assert "holds a finished run of another model: depth was 2, is 3" in read_output(folder)
-    assert zygote(folder, "resume=never") == [1]
-    assert read_files(folder) == before
-    assert zygote(folder, "total_samples=112") == [0]
-    assert list_checkpoints(folder)[-1] == "step-14"
+    assert "holds a finished run of another model: depth was 2, is 3" in output
+    assert zygote(finished, "total_samples=112") == [0]
+    assert list_checkpoints(finished)[-1] == "step-14"
 
 
 def read_files(folder):

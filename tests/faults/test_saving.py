@@ -60,10 +60,9 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture
-def saved(small_disk):
+def saved(small_disk, run_whole):
     """A run on a small disk that has ended after its first checkpoint, step-2."""
-    start_run(small_disk / "run", "total_samples=16")
-    return small_disk / "run"
+    return Path(shutil.copytree(run_whole("total_samples=16"), small_disk / "run"))
 
 
 def fill(disk, leave):

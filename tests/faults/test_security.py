@@ -17,7 +17,6 @@ import yaml
 
 from common.config.build import build
 from common.config.compose import CONF_FOLDER, compose
-from common.config.contradictions import check_nccl
 from common.files import ROOT
 from data.spec import LatentSpec
 from encoding.sources import list_images
@@ -45,58 +44,28 @@ class Evil:
         return (open, (str(self.file), "w"))
 
 
-TARGETS = [
-    "os.system",
-    "builtins.eval",
-    "torch.load",
-    "functools.partial",
-    "hydra.utils.get_method",
-    "models.denoiser.torch.load",
-    "models.denoiser.inspect.os.system",
-    "common.config.compose.report_user_errors",
-    "models",
-    "",
-    ".system",
-]
-
-
 @pytest.mark.fault(
     "a configuration that names code outside the allow-list",
     "refused in a sentence; nothing is run",
 )
-@pytest.mark.parametrize(
-    ("key", "target"),
-    [
-        *(("model", target) for target in TARGETS),
-        *((key, "os.system") for key in ("model.mixer", "data", "objective", "optim", "logger")),
-    ],
-)
-def test_a_malicious_configuration(key, target, tmp_path):
-    with expect_refusal(rf"{key}._target_={re.escape(target)} is not allowed"):
-        train(compose([*TINY_RUN, f"++{key}._target_={target}", f"run_dir={tmp_path / 'run'}"]))
+@pytest.mark.parametrize("key", ["model", "model.mixer", "data", "objective", "optim", "logger"])
+def test_a_malicious_configuration(key, tmp_path):
+    with expect_refusal(rf"{key}._target_=os.system is not allowed"):
+        train(compose([*TINY_RUN, f"++{key}._target_=os.system", f"run_dir={tmp_path / 'run'}"]))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("target", [["os.system"], None])
-def test_a_target_that_is_no_name(target):
-    with expect_refusal(r"model._target_=.* is not allowed"):
-        build({"_target_": target}, "model")
-
-
-@pytest.mark.fault(
-    "weights whose header names code as their model", "refused in a sentence; nothing is run"
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("builtins.eval", "functools.partial", "common.config.compose.report_user_errors"),
+        *("models.denoiser.torch.load", "training.assemble.build_model", "data.synthetic.torch"),
+        *("models.denoiser.Tensor", "models", "", ".system", ["os.system"], None),
+    ],
 )
-@pytest.mark.parametrize("target", ["os.system", "models.denoiser.torch.load"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_malicious_export(nested, target, tmp_path):
-    payload = make_weights()
-    description = read_description(payload)
-    model = description["model"]
-    (model["mixer"] if nested else model)["_target_"] = target
-    file = tmp_path / "evil.safetensors"
-    file.write_bytes(with_description(payload, description))
-    with expect_refusal(r"do not trust this file|is not allowed"):
-        sample_run(SampleConfig(weights=str(file), out=str(tmp_path / "out")))
+def test_a_target_that_names_no_class_of_ours(target):
+    with expect_refusal(rf"model._target_={re.escape(str(target))} is not allowed"):
+        build({"_target_": target}, "model")
 
 
 @pytest.mark.fault(
@@ -106,7 +75,6 @@ def test_a_malicious_export(nested, target, tmp_path):
     "encoder",
     [
         {"_target_": "os.system", "path": "x"},
-        {"_target_": "data.resident.ResidentLatents", "path": "http://127.0.0.1:9"},
         {
             "_target_": "models.autoencoders.DiffusersAutoencoder",
             "path": {"_target_": "common.files.FolderLock"},
@@ -145,31 +113,43 @@ def test_an_encoder_that_a_file_names_is_on_this_disk_or_pinned(
         build_autoencoder(spec, CPU, str(tmp_path))
 
 
-HUB_MIXER = ON_A_HUB | {"revision": "a" * 40}
+OTHER_MODEL = pytest.mark.fault(
+    "a weights file whose header describes what it does not hold",
+    "refused in a sentence, in 1 GiB, 5 s",
+)
+EXPORT = pytest.mark.fault(
+    "weights whose header names code as their model", "refused in a sentence; nothing is run"
+)
 HOSTILE = [
     ("model", {"depth": 10**9}, "much larger than"),
     ("spec", {"height": 2**20, "width": 2**20}, "much larger than"),
     ("spec", {"num_classes": 10**12, "class_names": []}, "much larger than"),
     ("model", {"dim": 24}, r"pos_embed has shape \(1, 4, 16\) in the file and"),
-    ("model", {"mlp_ratio": -1e30}, "mlp_ratio=-1e.30 must be at least 0"),
     ("spec", {"mean": [0.0] * 7}, "mean has 7 values, and there are 1 channels"),
     ("spec", {"std": [0.0]}, "spec.std.0 should be greater than 0.0"),
     ("spec", {"kind": DEEP}, "is not valid JSON .recursion limit"),
     ("spec", {"kind": "x" * 2**24}, "more than 16777216 are not read"),
     (
         "model",
-        {"mixer": HUB_MIXER},
+        {"mixer": ON_A_HUB | {"revision": "a" * 40}},
         "names models.autoencoders.DiffusersAutoencoder as part of its model, .* do not trust",
     ),
+]
+CODE = [
+    ("model", {"_target_": "os.system"}, "do not trust this file"),
+    ("model", {"_target_": "data.resident.ResidentLatents"}, "do not trust this file"),
+    ("model", {"mixer": {"_target_": "models.denoiser.torch.load"}}, "is not allowed"),
 ]
 """Part of the description in a weights file, its changes, and the sentence that refuses them."""
 
 
-@pytest.mark.fault(
-    "a weights file whose header describes what it does not hold",
-    "refused in a sentence, in 1 GiB, 5 s",
+@pytest.mark.parametrize(
+    ("part", "changes", "sentence"),
+    [
+        *(pytest.param(*case, marks=OTHER_MODEL) for case in HOSTILE),
+        *(pytest.param(*case, marks=EXPORT) for case in CODE),
+    ],
 )
-@pytest.mark.parametrize(("part", "changes", "sentence"), HOSTILE)
 def test_hostile_weights(part, changes, sentence, tmp_path):
     payload = make_weights()
     description = read_description(payload)
@@ -217,30 +197,15 @@ def test_a_pickle_is_never_opened(run_whole, tmp_path):
 
 
 @pytest.mark.fault(
-    "a manifest of a checkpoint that names files outside it", "not looked at; it does not verify"
-)
-def test_a_manifest_stays_in_its_folder(tmp_path):
-    (tmp_path / "secret").write_text("x")
-    checkpoint = tmp_path / "step-2"
-    checkpoint.mkdir()
-    (checkpoint / "manifest.json").write_text(
-        json.dumps({"files": {"../secret": {"bytes": 1, "sha256": "?"}}})
-    )
-    with expect_refusal(r"no usable checkpoint: its manifest lacks or adds \.\./secret"):
-        verify(checkpoint)
-
-
-@pytest.mark.fault(
     "a tar with paths out of its folder, links and pickles",
     "read as names or not at all; nothing is made",
 )
 def test_a_malicious_tar(tmp_path):
-    picture = PNG
     evil = pickle.dumps(Evil(tmp_path / "made"))
     members = {
-        "../../outside.png": picture,
+        "../../outside.png": PNG,
         "../../outside.cls": b"0",
-        "/abs.png": picture,
+        "/abs.png": PNG,
         "/abs.cls": b"1",
         "../../outside.pickle": evil,
     }
@@ -252,7 +217,7 @@ def test_a_malicious_tar(tmp_path):
         tar.addfile(link)
     before = sorted(tmp_path.rglob("*"))
     sizes = [entry.size for entry in list_images(tmp_path / "in").entries]
-    assert sizes == [len(picture)] * 2
+    assert sizes == [len(PNG)] * 2
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -267,17 +232,10 @@ def test_a_default_folder_stays_among_the_runs(name):
     "a variable of NCCL that loads a library or writes a file",
     "refused in a sentence; nothing is set",
 )
-@pytest.mark.parametrize(
-    "name",
-    ["NET_PLUGIN", "TUNER_PLUGIN", "PROFILER_PLUGIN", "DEBUG_FILE", "CONF_FILE", "TOPO_FILE"],
-)
+@pytest.mark.parametrize("name", ["NCCL_NET_PLUGIN", "NCCL_DEBUG_FILE", "NCCL_CONF_FILE"])
 def test_nccl_loads_no_code_and_writes_no_file(name):
-    with expect_refusal(rf"NCCL_{name} may not be set here"):
-        compose([f"+runtime.parallel.nccl.NCCL_{name}=/tmp/x"])
-    with expect_refusal("NCCL_X may not be set here"):
-        check_nccl(["NCCL_X"])
-    allowed = ("DEBUG", "IB_DISABLE", "NET", "ALGO")
-    compose([f"+runtime.parallel.nccl.NCCL_{name}=1" for name in allowed])
+    with expect_refusal(f"{name} may not be set here"):
+        compose([f"+runtime.parallel.nccl.{name}=/tmp/x"])
 
 
 def test_hub_models_are_pinned():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +17,19 @@ from safetensors.torch import load, save
 from tests.harness.payloads import DEEP, as_json, read_header, with_header
 
 Draw = Callable[[st.SearchStrategy], Any]
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 EDGES = (
-    -1,
-    10**6,
-    2**31,
-    2**40,
-    2**63,
-    10**400,
-    1e-320,
-    1e38,
-    "",
-    "../x",
-    "\x1b[31m",
-    "\ud800",
-    "float32",
-    "x" * 10_000,
+    *(-1, 2**31, 2**63, 10**400, 1e-320),
+    *("", "../x", "\x1b[31m", "\ud800"),
     [1] * 1000,
     DEEP,
 )
-VALUES = st.sampled_from(EDGES) | st.recursive(
-    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
-)
+VALUES = st.sampled_from(EDGES) | st.none() | st.booleans() | st.floats() | st.text()
 TENSOR_CHANGES = [
     torch.Tensor.double,
-    torch.Tensor.bool,
     torch.Tensor.neg,
     torch.Tensor.flatten,
     lambda t: t * torch.nan,
-    lambda t: t * 10_000,
-    lambda t: t[:0],
     lambda t: t[1:],
-    lambda t: t.transpose(0, -1),
 ]
 
 
@@ -58,30 +41,21 @@ def list_paths(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
         yield from list_paths(tree[key], (*above, key))
 
 
-def follow(tree: Any, path: Iterable[Any]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 def mutate_tree(draw: Draw, good: Any) -> Any:
     """A copy of a JSON tree with one to three changes, each depth as likely as any other."""
     tree = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, 3))):
         paths = list(list_paths(tree))
-        if not paths:
-            break
         depth = draw(st.integers(1, max(map(len, paths))))
-        level = [path for path in paths if len(path) == depth]
-        *above, key = draw(st.sampled_from(level))
-        parent = follow(tree, above)
+        *above, key = draw(st.sampled_from([path for path in paths if len(path) == depth]))
+        parent = reduce(getitem, above, tree)
         kind = draw(st.sampled_from(("value", "near", "copy", "delete")))
         if kind == "delete":
             del parent[key]
         elif kind == "copy":
-            parent[key] = copy.deepcopy(follow(tree, draw(st.sampled_from(paths))))
+            parent[key] = copy.deepcopy(reduce(getitem, draw(st.sampled_from(paths)), tree))
         elif kind == "near" and isinstance(parent[key], int | float):
-            parent[key] += draw(st.sampled_from((1, -1, 8, 512, -512, 2**62, 0.5, 1e-40)))
+            parent[key] += draw(st.sampled_from((1, -1, 512, 2**62, 0.5)))
         else:
             parent[key] = draw(VALUES)
     return tree
@@ -91,7 +65,7 @@ def mutate_bytes(draw: Draw, content: bytes) -> bytes:
     """Inserts, overwrites, deletes or cuts bytes, mostly near the start, where headers are."""
     near = draw(st.sampled_from((16, 600, len(content))))
     start = draw(st.integers(0, min(near, len(content))))
-    removed = draw(st.sampled_from((0, 1, 8, 512, len(content))))
+    removed = draw(st.sampled_from((0, 8, len(content))))
     return content[:start] + draw(st.binary(max_size=64)) + content[start + removed :]
 
 
@@ -113,7 +87,7 @@ def mutate_file(draw: Draw, file: Path) -> None:
     content = file.read_bytes()
     if file.suffix == ".safetensors":
         content = mutate_safetensors(draw, content)
-    elif file.suffix == ".json" and draw(st.integers(0, 5)):
+    elif file.suffix == ".json" and draw(st.booleans()):
         content = as_json(mutate_tree(draw, json.loads(content)))
     else:
         content = mutate_bytes(draw, content)

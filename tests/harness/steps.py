@@ -136,12 +136,12 @@ HEADS = ["objective.align_weight=1", "model.internal_block=1"]
 
 
 def take_one_step(family="mamba", **values):
-    """Takes one step, of a hybrid with all heads; returns loss, gradient norm and the model's state
-    by name."""
+    """Takes one step, of a hybrid with all heads; returns the training, and loss, gradient norm and
+    the model's state by name."""
     training = tiny_training(family, *(HEADS if family == "hybrid" else ()), **values)
     output = training.take_step()
     norms = {"loss": output.loss, "grad_norm": output.grad_norm}
-    return norms | training.model.state_dict()
+    return training, norms | training.model.state_dict()
 
 
 def read_ledger(training):

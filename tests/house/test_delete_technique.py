@@ -43,16 +43,12 @@ print("all of it")
 
 
 def remove_technique(tree, key, file, name):
-    """Removes the class (and its file, if it holds no other technique), its lines in the stack, and
-    its key in the schema and the presets."""
+    """Removes the class, its lines in the stack, and its key in the schema and the presets."""
     path = tree / file
-    if file.endswith(f"/{key}.py"):
-        path.unlink()
-    else:
-        lines = path.read_text().splitlines(keepends=True)
-        nodes = ast.parse("".join(lines)).body
-        node = next(n for n in nodes if isinstance(n, ast.ClassDef) and n.name == name)
-        path.write_text("".join(lines[: node.lineno - 1] + lines[node.end_lineno :]))
+    lines = path.read_text().splitlines(keepends=True)
+    nodes = ast.parse("".join(lines)).body
+    node = next(n for n in nodes if isinstance(n, ast.ClassDef) and n.name == name)
+    path.write_text("".join(lines[: node.lineno - 1] + lines[node.end_lineno :]))
 
     stack = tree / "accel" / "stack.py"
     schema = tree / "common" / "config" / "schema.py"

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from common.config import build
-from common.config.compose import compose, parse_words, parse_yaml
-from scripts.sample import SampleConfig, sample_run
+from common.config.compose import compose
 from tests.harness.own_code import forget_package
 from tests.harness.words import CPU, TINY_RUN
 from train import train
@@ -60,23 +59,7 @@ def myproj(tmp_path, monkeypatch, own_code):
     (folder / "mixer.py").write_text(MIXER)
     (folder / "conf" / "model" / "shuffle.yaml").write_text(YAML)
     monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.setenv("PYTHONPATH", str(folder.parent))
     return folder
-
-
-def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(myproj, tmp_path):
-    folder = tmp_path / "run"
-    train(compose([*SHORT, "extensions=[myproj]", f"run_dir={folder}"]))
-    assert parse_yaml((folder / "config.yaml").read_text())["extensions"] == ["myproj"]
-    # The record is published, so it names no folder of this machine.
-    assert str(myproj.parent) not in (folder / "environment.json").read_text()
-    forget_package()
-    words = [f"run_dir={folder}", "count=2", "steps=2", "device=cpu", f"out={tmp_path / 'samples'}"]
-    with pytest.raises(
-        ValueError, match=r"myproj\.mixer\.Shuffle.*add extensions=\[myproj\] to the command"
-    ):
-        sample_run(parse_words(SampleConfig, words, ""))
-    assert sample_run(parse_words(SampleConfig, [*words, "extensions=[myproj]"], "")).is_file()
 
 
 def test_a_package_is_not_admitted_by_a_file(myproj, monkeypatch):

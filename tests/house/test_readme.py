@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from accel.techniques.compilation import Compile
-from common.config.compose import compose, parse_words
+from common.config.compose import compose, parse_words, parse_yaml
 from common.files import ROOT
 from precompute_latents import precompute
 from scripts.average import AverageConfig
@@ -29,7 +29,9 @@ from scripts.plan.report import PlanConfig, TuneConfig
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
+from tests.harness.own_code import forget_package
 from tests.harness.published_models import Shape, draw_weights
+from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_images, save_tiny_autoencoder
 from train import train
 
@@ -247,14 +249,21 @@ def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_c
     (package / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
     (line,) = [line for line in find_commands("README.md") if line.startswith(EXTENSION)]
     words = shlex.split(line)[3:]
     small = ["total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]
     summary = train(compose([*words, *small]))
     assert summary["ledger"]["precision"]["requested"] == "bf16"
-    words = [word for word in words if not word.startswith("model=")]
+    assert parse_yaml(Path("runs/shift/config.yaml").read_text())["extensions"] == ["myproj"]
+    # The record is published, so it names no folder of this machine.
+    assert str(package.parent) not in Path("runs/shift/environment.json").read_text()
+    forget_package()
+    extension, *words = [word for word in words if not word.startswith("model=")]
     words += ["labels=[0,1]", "count=4", "out=samples/shift", "steps=2"]
-    npz = sample_run(parse_words(SampleConfig, words, ""))
+    with expect_refusal(r"myproj\.mixer\.Shift.*add extensions=\[myproj\] to the command"):
+        sample_run(parse_words(SampleConfig, words, ""))
+    npz = sample_run(parse_words(SampleConfig, [extension, *words], ""))
     assert np.load(npz)["arr_0"].shape == (4, 8, 8, 3)
 
 
@@ -270,13 +279,12 @@ def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
     assert np.array_equal(found["model"].decode(found["latents"]), same)
     with Image.open("seven.png") as picture:
         assert picture.size == (8, 8)
-    for labels, change, kind, said in (
-        ([11], {}, ValueError, "11 is no class"),
-        ([3], {"guidence": 2.0}, TypeError, "got an unexpected keyword argument 'guidence'"),
-        ([3], {"steps": "many"}, ValueError, "steps=many must be a whole number"),
+    for change, kind, said in (
+        ({"guidence": 2.0}, TypeError, "got an unexpected keyword argument 'guidence'"),
+        ({"steps": "many"}, ValueError, "steps=many must be a whole number"),
     ):
         with pytest.raises(kind, match=said):
-            found["model"].sample(labels, **change)
+            found["model"].sample([3], **change)
 
 
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", *FOLLOWED[1:], *OTHERS)

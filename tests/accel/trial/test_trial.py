@@ -4,8 +4,10 @@ faults."""
 import json
 
 import pytest
+import torch
 
 from accel.trial import proof
+from accel.trial.parity import ComparingMode
 from accel.trial.proof import Question
 from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.planted_models import PlantedModel
@@ -29,8 +31,6 @@ def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
     ("fault", "on", "word"),
     [
         ("wrong", False, "planted[0] has an error of 1e-02, its definition one of"),
-        ("unwritten", False, "planted[0] is not finite, or has elements that no program wrote"),
-        ("changing", False, "planted[0] differs between two equal calls"),
         ("crash", False, "the process that tried it ended with signal SIGSEGV"),
         ("hang", False, "the process that tried it did not answer for 2 s in its parity test"),
         ("slow", False, "ms a block against"),
@@ -53,6 +53,20 @@ def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
     # A crash or a hang may have come from outside, so the next run tries again.
     plant_findings(monkeypatch, GOOD)
     assert prove_scan()[0] is (fault in ("crash", "hang") or on)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("unwritten", "planted[0] is not finite, or has elements that no program wrote"),
+        ("changing", "planted[0] differs between two equal calls"),
+    ],
+)
+def test_a_kernel_must_write_all_and_the_same_each_time(fault, sentence, monkeypatch):
+    monkeypatch.setenv("PLANT", fault)
+    with ComparingMode() as mode:
+        torch.ops.fastlatent.planted(torch.randn(5, 16))
+    assert [compared.describe_refusal() for compared in mode.comparisons] == [sentence]
 
 
 def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
