@@ -312,7 +312,6 @@ def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode, run_ranks,
     assert are_equal(*(read_weights(folder, step, "model") for step in (bad, bad + 1)))
 
 
-@pytest.mark.fault("kill -9 of one of two processes", "the same command again: the same losses")
 def test_the_command_of_a_killed_process_ends_the_same(zygote, run_ranks, single, folder):
     environment = {"FAULT": "die:1:3", "FAULT_MARKER": f"{folder}.died"}
     codes = zygote(folder, *FOUR_STEPS, "save_every=1", ranks=2, environment=environment)
