@@ -190,6 +190,7 @@ def assert_equal_runs(folder, single):
 
 
 FSDP = "runtime.parallel.mode=fsdp"
+HSDP = "runtime.parallel.mode=hsdp"
 
 
 @pytest.mark.parametrize(
@@ -197,11 +198,7 @@ FSDP = "runtime.parallel.mode=fsdp"
     [
         (2, [FSDP, "runtime.parallel.cpu_offload=true", "accumulation_steps=2"]),
         pytest.param(3, [FSDP, "runtime.gradient_checkpointing=true"], marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            ["runtime.parallel.mode=hsdp", "runtime.parallel.shard_degree=2"],
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(4, [HSDP, "runtime.parallel.shard_degree=2"], marks=pytest.mark.slow),
         pytest.param(2, ["runtime.parallel.mode=ddp"], marks=pytest.mark.slow),
     ],
     ids=str,
