@@ -30,7 +30,7 @@ from tests.harness.steps import (
     read_ledger,
     tiny_training,
 )
-from tests.harness.words import CPU, TINY_RUN
+from tests.harness.words import CPU, TINY_RUN, slow
 from tests.harness.zygote import read_output
 from train import train
 
@@ -82,11 +82,7 @@ def test_tokens_that_are_no_multiple_are_padded():
     assert read_ledger(training)["precision"].active == "fp8"
 
 
-POLICIES = [
-    None,
-    "blocks",
-    *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("every_2", "selective")),
-]
+POLICIES = [None, "blocks", *(slow(policy) for policy in ("every_2", "selective"))]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -94,9 +90,7 @@ POLICIES = [
     "values",
     [pytest.param(EIGHT, marks=HERE), pytest.param(GW_HP, marks=[ROWWISE, pytest.mark.slow])],
 )
-@pytest.mark.parametrize(
-    "scope", [None, *(pytest.param(scope, marks=pytest.mark.slow) for scope in ("blocks", "model"))]
-)
+@pytest.mark.parametrize("scope", [None, *(slow(scope) for scope in ("blocks", "model"))])
 def test_products_are_counted_whatever_recomputes_and_compiles_them(policy, values, scope):
     rows = ledger_of("dit", **values, **checkpoint_values(policy), **compile_values(scope))
     assert not [key for key, row in rows.items() if row.missing]

@@ -24,6 +24,7 @@ from tests.harness.steps import (
     read_ledger,
     tiny_training,
 )
+from tests.harness.words import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "any_precision")
 CUDA = torch.device("cuda")
@@ -58,7 +59,7 @@ def test_a_residual_that_may_be_16_bits_wide_is_so_where_products_are(precision,
     [
         ("blocks", "selective"),
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
+            slow(*row)
             for row in product((None, "blocks", "model"), (None, "blocks", "every_2", "selective"))
             if row != ("blocks", "selective")
         ),

@@ -26,7 +26,7 @@ from tests.harness.steps import (
     take_one_step,
     tiny_training,
 )
-from tests.harness.words import CPU
+from tests.harness.words import CPU, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}
@@ -44,14 +44,7 @@ def test_every_technique_is_enrolled():
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        "hybrid",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("mamba", "dit", "zigzag", "mamba1")
-        ),
-    ],
+    "family", ["hybrid", *(slow(name) for name in ("mamba", "dit", "zigzag", "mamba1"))]
 )
 @EVERY
 def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(
@@ -150,10 +143,7 @@ PAIRS = cover_pairs(
 
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, marks=pytest.mark.slow) if i % 8 != 1 else row
-        for i, row in enumerate(PAIRS)
-    ],
+    [slow(row) if i % 8 != 1 else row for i, row in enumerate(PAIRS)],
     ids=lambda row: "-".join(map(str, row)),
 )
 def test_pairs_of_techniques_take_two_steps(row, any_precision):
@@ -250,10 +240,7 @@ def test_a_failed_assertion_of_the_autotuner_falls_back_loudly(inductor, monkeyp
     assert "nothing runs compiled" in row.evidence
 
 
-@pytest.mark.parametrize(
-    "device",
-    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
-)
+@pytest.mark.parametrize("device", [slow("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_reduce_overhead_trains_as_eager_does(inductor, device):
     """On a CPU Inductor leaves its CUDA graphs away; on a GPU the steps are replays."""
     how = {"depth": 1, "device": torch.device(device)}

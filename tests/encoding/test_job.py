@@ -31,7 +31,7 @@ from tests.harness.limits import start_fork
 from tests.harness.parts import run_parts
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, read_contents
-from tests.harness.words import TINY_JOB
+from tests.harness.words import TINY_JOB, slow
 
 SECOND = "train-00001.tar"
 
@@ -92,7 +92,7 @@ class CrashError(Exception):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a dead job leaves files open
 # with 5: in the folder, in a shard, in the set
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [5, slow(1)])
 def test_a_job_that_dies_at_any_write_continues_to_the_same_bytes(step, job, monkeypatch):
     """It dies when it makes a file or a rename durable for the n-th time."""
     settings = ["held_out=0.5", "shard_size=10"]
@@ -282,11 +282,7 @@ def undivided(captioned_words, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("parts", "kills"),
-    [
-        (2, 1),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, 9), (4, 3), (8, 1), (8, 2)]),
-    ],
+    ("parts", "kills"), [(2, 1), *(slow(*row) for row in [(1, 9), (4, 3), (8, 1), (8, 2)])]
 )
 def test_parts_make_the_bytes_of_one_job(parts, kills, captioned_words, undivided, tmp_path):
     """They start in the same moment in a folder that is not there yet, and are killed. Another

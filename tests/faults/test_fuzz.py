@@ -30,7 +30,7 @@ from tests.harness.mutants import mutate_file, mutate_safetensors, mutate_tree
 from tests.harness.outcomes import seal_checkpoint
 from tests.harness.payloads import as_json, make_weights, read_description, with_description
 from tests.harness.sets import draw_random_samples, save_latent_set
-from tests.harness.words import CPU, TINY_RUN
+from tests.harness.words import CPU, TINY_RUN, slow
 from tests.harness.zygote import read_output
 from training.assemble import assemble
 from training.weights.pretrained import fit_weights, load_pretrained
@@ -192,7 +192,7 @@ def run_command(words):
 
 SUBJECTS = {break_set: 20, break_weights: 12, break_command: 12}
 """Examples of each in `make test`; many more are slow."""
-MANY = pytest.param(100, marks=pytest.mark.slow)
+MANY = slow(100)
 
 
 def draw_examples(test, count):
@@ -234,7 +234,7 @@ RUN_FILES = (
 @pytest.mark.fault(
     "a mutant of a finished run at random", "goes on, or refused in one sentence, within 1 GiB"
 )
-@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, slow(60)])
 def test_mutants_of_a_finished_run(count, zygote, run_whole, tmp_path, record_property):
     """The same command goes on from them, or says why not; a report reads them."""
     record_property("struck", count)

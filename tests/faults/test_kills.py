@@ -9,6 +9,7 @@ import pytest
 from tests.harness.captions import save_captioned_set
 from tests.harness.outcomes import assert_newest_loads, assert_tidy, list_checkpoints, read_outcome
 from tests.harness.sets import save_random_set
+from tests.harness.words import slow
 from tests.harness.zygote import read_output
 from training.run import RUNNING_FILE
 
@@ -62,13 +63,7 @@ def kill_until_done(start, parent, words, ranks, plan, kills):
 
 @pytest.mark.fault("kill -9 at each change of a file during saves", "the same bits as without it")
 @pytest.mark.parametrize(
-    ("ranks", "rank", "step"),
-    [
-        (1, 0, 19),
-        pytest.param(2, 1, 9, marks=pytest.mark.slow),
-        pytest.param(1, 0, 1, marks=pytest.mark.slow),
-        pytest.param(2, 0, 1, marks=pytest.mark.slow),
-    ],
+    ("ranks", "rank", "step"), [(1, 0, 19), slow(2, 1, 9), slow(1, 0, 1), slow(2, 0, 1)]
 )
 def test_kills_within_a_save(ranks, rank, step, zygote, run_whole, tmp_path, record_property):
     """Within 55 changes the first start of a run makes two saves and begins to remove checkpoints;
@@ -89,7 +84,7 @@ def test_kills_within_a_save(ranks, rank, step, zygote, run_whole, tmp_path, rec
     [
         (1, 3, CAPTIONED),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in (
                 (1, 50, []),
                 (2, 50, []),
@@ -126,14 +121,7 @@ def test_kills_at_random(ranks, kills, words, zygote, run_whole, tmp_path, recor
     "at most one step lost; exit code 75; goes on to the same bits",
 )
 @pytest.mark.parametrize(
-    "signal",
-    [
-        "SIGHUP",
-        *(
-            pytest.param(s, marks=pytest.mark.slow)
-            for s in ("SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1")
-        ),
-    ],
+    "signal", ["SIGHUP", *(slow(s) for s in ("SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1"))]
 )
 def test_a_signal_saves_first(signal, zygote, run_whole, tmp_path):
     folder = tmp_path / "run"

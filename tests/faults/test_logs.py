@@ -8,6 +8,7 @@ import pytest
 from common.output import Progress
 from scripts.report.history import History
 from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
+from tests.harness.words import slow
 from tests.harness.zygote import read_output
 from training.records.metrics import MetricsFile, read_metrics
 
@@ -30,13 +31,7 @@ NORMAL = ("a line without its end", "nothing")
 @pytest.mark.fault(
     "a damaged metrics.jsonl", "a warning; the checkpoint is resumed from, to the same bits"
 )
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.slow) if i > 1 else kind
-        for i, kind in enumerate(DAMAGES)
-    ],
-)
+@pytest.mark.parametrize("kind", [slow(kind) if i > 1 else kind for i, kind in enumerate(DAMAGES)])
 def test_a_damaged_log_stops_no_run(kind, zygote, run_whole, tmp_path):
     folder = shutil.copytree(run_whole("total_samples=64"), tmp_path / "run")
     log = folder / "metrics.jsonl"

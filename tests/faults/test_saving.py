@@ -25,7 +25,7 @@ from tests.harness.outcomes import (
     read_outcome,
 )
 from tests.harness.refusals import expect_refusal
-from tests.harness.words import TINY_RUN
+from tests.harness.words import TINY_RUN, slow
 from tests.harness.zygote import HANG
 from train import train
 from training.checkpoint import save
@@ -34,9 +34,7 @@ from training.checkpoint.load import hash_from_disk
 from training.checkpoint.save import Checkpoints, Save
 from training.state import TrainState
 
-BACKGROUND = pytest.mark.parametrize(
-    "background", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
+BACKGROUND = pytest.mark.parametrize("background", [True, slow(False)])
 
 
 def start_run(folder, *words):
@@ -91,9 +89,7 @@ def test_room_is_looked_for_first(small_disk, run_whole):
     "stops in a sentence; the checkpoint before loads; goes on to the same bits",
 )
 @BACKGROUND
-@pytest.mark.parametrize(
-    "share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.9))]
-)
+@pytest.mark.parametrize("share", [0.5, *(slow(share) for share in (0.0, 0.9))])
 def test_a_disk_that_fills_up_in_a_save(share, background, saved, run_whole, monkeypatch):
     """Another program takes the room after the run has looked for it."""
     monkeypatch.setattr(save, "FREE_SPACE_FACTOR", 0.0)

@@ -1,5 +1,6 @@
-"""Overrides that make runs and jobs tiny."""
+"""Overrides that make runs and jobs tiny, and the parameters of slow tests."""
 
+import pytest
 import torch
 
 CPU = torch.device("cpu")
@@ -46,3 +47,8 @@ TINY_SYNTHETIC = [
     "model.patch_size=2",
 ]
 """The smallest model, on 64 random latents of 4 tokens."""
+
+
+def slow(*values):
+    """Parameters of a case that only slow runs of the tests have."""
+    return pytest.param(*values, marks=pytest.mark.slow)

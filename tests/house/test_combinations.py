@@ -6,7 +6,7 @@ import pytest
 from common.config.compose import compose
 from tests.harness.combinations import DATA, FAMILIES, choose_model, list_choices
 from tests.harness.sets import cover_pairs, draw_random_samples, save_latent_set
-from tests.harness.words import CPU, TINY_MODEL, TINY_RUN
+from tests.harness.words import CPU, TINY_MODEL, TINY_RUN, slow
 from training.assemble import assemble
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "latents")
@@ -23,7 +23,7 @@ FIRST_OF_EXPERIMENT = {row[0]: row for row in reversed(EXPERIMENTS)}
 
 def list_rows(rows, quick):
     """Rows of a table; those that are not `quick` are slow."""
-    return [row if quick(row) else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+    return [row if quick(row) else slow(*row) for row in rows]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from common.config.schema import Solver
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.captions import DIGITS, UNSEEN, save_digits
+from tests.harness.words import slow
 from train import train
 
 
@@ -33,10 +34,7 @@ def measure_recognised(folder, first=0, count=100, **settings):
 
 @pytest.mark.parametrize(
     ("words", "eval_loss", "share"),
-    [
-        (["total_samples=15360", "sample_every=0"], 0.62, 0.7),
-        pytest.param([], 0.52, 0.95, marks=pytest.mark.slow),
-    ],
+    [(["total_samples=15360", "sample_every=0"], 0.62, 0.7), slow([], 0.52, 0.95)],
 )
 def test_the_default_run_draws_digits_that_a_classifier_recognises(
     words, eval_loss, share, tmp_path

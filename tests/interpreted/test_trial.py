@@ -10,7 +10,7 @@ from accel.trial.child import draw_inputs, run_both_passes, switch
 from accel.trial.parity import ComparingMode
 from accel.trial.proof import record_uses
 from tests.harness.steps import tiny_training
-from tests.harness.words import CPU
+from tests.harness.words import CPU, slow
 
 OPERATORS = {
     "fused_add_norm": {"add_norm"},
@@ -22,8 +22,8 @@ OPERATORS = {
 BACKWARD = {"ssd_gated": {"ssd_backward", "gated_norm_backward"}}
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["mamba", pytest.param("zigzag", marks=pytest.mark.slow), "dit"])
+@pytest.mark.parametrize("precision", ["fp16", slow("fp32")])
+@pytest.mark.parametrize("family", ["mamba", slow("zigzag"), "dit"])
 def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
     model = tiny_training(family, "model.depth=2").model
     autocast = Precision(precision, CPU).autocast

@@ -13,7 +13,7 @@ from accel.techniques.compilation import PARTITION_BACKEND, Compile
 from common.config.compose import compose
 from data.loader import Batch
 from scripts.plan.memory import Question, forecast
-from tests.harness.words import CPU
+from tests.harness.words import CPU, slow
 from training.assemble import assemble
 from training.preflight.memory import count_lasting_bytes
 
@@ -109,10 +109,7 @@ FAST = (3, 12, 13, 14, 29)
 """Seeds that together have every value except compile, which takes long. The others are slow."""
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [seed if seed in FAST else pytest.param(seed, marks=pytest.mark.slow) for seed in range(30)],
-)
+@pytest.mark.parametrize("seed", [seed if seed in FAST else slow(seed) for seed in range(30)])
 @pytest.mark.usefixtures("techniques_of_a_gpu")
 def test_the_predicted_peak_is_the_counted_one(seed, monkeypatch):
     words = draw_words(seed)

@@ -26,6 +26,7 @@ from tests.harness.outcomes import (
     read_lines,
 )
 from tests.harness.sets import cover_pairs
+from tests.harness.words import slow
 from tests.harness.zygote import read_output
 from training.checkpoint.snapshots import list_snapshots
 
@@ -87,12 +88,8 @@ def read_weights(folder, step, name="ema"):
         (["runtime.parallel.mode=fsdp"], 2),
         # A benchmark measures the cost of the path of many processes.
         (["runtime.parallel.mode=fsdp"], 1),
-        pytest.param(["runtime.parallel.mode=fsdp"], 3, marks=pytest.mark.slow),
-        pytest.param(
-            ["runtime.parallel.mode=hsdp", "runtime.parallel.shard_degree=2"],
-            4,
-            marks=pytest.mark.slow,
-        ),
+        slow(["runtime.parallel.mode=fsdp"], 3),
+        slow(["runtime.parallel.mode=hsdp", "runtime.parallel.shard_degree=2"], 4),
     ],
 )
 def test_the_same_run_at_any_number_of_processes(words, ranks, run_ranks, single, folder):
@@ -177,10 +174,7 @@ OPTIONS = [
 PAIRWISE = cover_pairs(MODES, *([False, True] for _ in OPTIONS))
 ROWS = [
     *PAIRWISE[4::3],
-    *(
-        pytest.param(row, marks=pytest.mark.slow)
-        for row in itertools.product(MODES, *[[False, True]] * len(OPTIONS))
-    ),
+    *(slow(row) for row in itertools.product(MODES, *[[False, True]] * len(OPTIONS))),
 ]
 
 
@@ -203,7 +197,7 @@ RESHARD = "runtime.parallel.reshard_after_forward=false"
         [FSDP, "runtime.parallel.cpu_offload=true"],
         ["optim=adamw_8bit", "runtime.weights=bf16"],
         *(
-            pytest.param(words, marks=pytest.mark.slow)
+            slow(words)
             for words in (
                 [
                     "runtime.parallel.gradient_as_bucket_view=false",
@@ -232,10 +226,7 @@ def read_copied(folder):
     "words",
     [
         ["runtime.gradient_checkpointing=true"],
-        *(
-            pytest.param(words, marks=pytest.mark.slow)
-            for words in (["runtime.compile=true"], [RESHARD])
-        ),
+        *(slow(words) for words in (["runtime.compile=true"], [RESHARD])),
     ],
     ids=str,
 )
@@ -262,9 +253,7 @@ def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(run_ranks,
     ("word", "sentence"),
     [
         ("runtime.parallel.mode=none", "mode=none with 2 processes"),
-        pytest.param(
-            "runtime.parallel.reduce_dtype=bf16", "over NCCL only", marks=pytest.mark.slow
-        ),
+        slow("runtime.parallel.reduce_dtype=bf16", "over NCCL only"),
     ],
 )
 def test_processes_never_train_apart(word, sentence, zygote, folder):
@@ -301,7 +290,7 @@ def test_a_checkpoint_fits_any_number_of_processes(run_ranks, single, folder):
         assert_close(load_file(snapshot.file), load_file(expected.file), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("mode", [slow("ddp"), "fsdp"])
 @pytest.mark.fault("a NaN in one of two processes", "a step skipped by both; weights bit-identical")
 def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode, run_ranks, folder):
     words = ["save_every=1", "keep_checkpoints=9", "runtime.fused_adamw=true"]

@@ -10,7 +10,7 @@ from common.config.compose import compose
 from tests.harness.outcomes import copy_until, read_lines, read_outcome
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_random_set
-from tests.harness.words import TINY_RUN
+from tests.harness.words import TINY_RUN, slow
 from train import train
 from training.checkpoint.load import find_checkpoints
 
@@ -40,9 +40,7 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "step", [10, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 15, 20))]
-)
+@pytest.mark.parametrize("step", [10, *(slow(step) for step in (5, 15, 20))])
 def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, step):
     folder = copy_until(uninterrupted, tmp_path / "resumed", step)
     start_run(folder)

@@ -13,6 +13,7 @@ from models.mixers.attention import Attention
 from tests.harness.denoisers import make_denoiser
 from tests.harness.outcomes import are_equal, assert_same_metrics
 from tests.harness.steps import read_ledger, tiny_training
+from tests.harness.words import slow
 from training.optim.groups import make_parameter_groups
 from training.optim.muon import Muon
 
@@ -197,9 +198,9 @@ HSDP = "runtime.parallel.mode=hsdp"
     ("ranks", "words"),
     [
         (2, [FSDP, "runtime.parallel.cpu_offload=true", "accumulation_steps=2"]),
-        pytest.param(3, [FSDP, "runtime.gradient_checkpointing=true"], marks=pytest.mark.slow),
-        pytest.param(4, [HSDP, "runtime.parallel.shard_degree=2"], marks=pytest.mark.slow),
-        pytest.param(2, ["runtime.parallel.mode=ddp"], marks=pytest.mark.slow),
+        slow(3, [FSDP, "runtime.gradient_checkpointing=true"]),
+        slow(4, [HSDP, "runtime.parallel.shard_degree=2"]),
+        slow(2, ["runtime.parallel.mode=ddp"]),
     ],
     ids=str,
 )
