@@ -9,6 +9,7 @@ from safetensors.torch import load
 
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, chunked, join, resident
+from tests.harness.captions import save_captioned_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import (
     draw_random_samples,
@@ -177,4 +178,9 @@ def test_the_fingerprint_tells_sets_and_orders_apart(folder, tmp_path):
     for changes in ({"std": [2.0] * 3}, {"class_names": [*"abcd"]}, {"class_names": [*"abc\n"]}):
         edit_manifest(folder, **changes)
         loaders.append(resident(folder))
+    captioned = save_captioned_set(tmp_path / "captioned", 5)
+    text = json.loads((captioned / "manifest.json").read_text())["text"]
+    for sha256 in "01":
+        edit_manifest(captioned, text=text | {"encoder_sha256": 64 * sha256})
+        loaders.append(resident(captioned))
     assert len({loader.spec.fingerprint for loader in loaders}) == len(loaders)

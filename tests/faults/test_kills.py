@@ -82,7 +82,7 @@ def test_kills_within_a_save(ranks, rank, step, zygote, run_whole, tmp_path, rec
 @pytest.mark.parametrize(
     ("ranks", "kills", "words"),
     [
-        (1, 3, CAPTIONED),
+        (1, 2, CAPTIONED),
         *(
             slow(*case)
             for case in (

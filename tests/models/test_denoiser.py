@@ -1,5 +1,7 @@
 """Denoisers of every family: contract, identity at the start, sizes, FLOPs."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,10 +31,15 @@ PARAMETERS = {
 MODEL_SIZES = ("xs", "s", "b", "l", "xl")
 
 
+@cache
+def compose_model(name, *words):
+    return compose([f"model={name}", *words]).cfg.model
+
+
 def make_on_meta(name, *words, **spec):
     """A configured model on the meta device, where even the largest takes no time."""
     with torch.device("meta"):
-        return build(compose([f"model={name}", *words]).cfg.model, "model", **LATENTS | spec)
+        return build(compose_model(name, *words), "model", **LATENTS | spec)
 
 
 @pytest.mark.parametrize("family", PARAMETERS)

@@ -43,6 +43,17 @@ def test_time_is_logit_normal_and_shifted():
     assert (shifted > t).all()
 
 
+def test_held_out_noise_is_not_that_of_training():
+    """A model that answers 0 has the square of noise - latents as its loss."""
+    losses = [
+        FlowMatching()
+        .compute_losses(lambda x, *_: 0 * x, make_batch(8), seed=0, null_label=3, held_out=held_out)
+        .flow
+        for held_out in (False, True)
+    ]
+    assert (losses[0] != losses[1]).all()
+
+
 def test_labels_become_the_null_label_at_their_rate_in_training_only():
     """Digits have the classes 0 … 9."""
     training = tiny_training("mamba", "objective.label_dropout=0.3")

@@ -223,13 +223,9 @@ def read_copied(folder):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["runtime.gradient_checkpointing=true"],
-        *(slow(words) for words in (["runtime.compile=true"], [RESHARD])),
-    ],
-    ids=str,
+    "words", [["runtime.gradient_checkpointing=true"], ["runtime.compile=true"], [RESHARD]], ids=str
 )
+@pytest.mark.slow
 def test_fsdp_offloads_activations_and_no_gathered_weights(words, run_ranks, tmp_path):
     """The losses are those of fsdp without it, and ddp copies as much."""
     offload = "runtime.offload_activations=true"

@@ -50,7 +50,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, ste
 @pytest.mark.parametrize(
     "words",
     [
-        ["data=synthetic", "data.height=8", "data.width=8"],
+        slow(["data=synthetic", "data.height=8", "data.width=8"]),
         ["runtime=fast", "model=dit_xs"],
         # The checkpoint of step 5 holds a part of a log window, with the sums of extra terms.
         ["model=hybrid_xs", "objective.align_weight=1", "model.internal_block=1"],

@@ -12,7 +12,7 @@ from accel.trial.proof import Question
 from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.planted_models import PlantedModel
 from tests.harness.proofs import GOOD, plant_findings, prove_scan
-from tests.harness.words import CPU
+from tests.harness.words import CPU, slow
 
 pytestmark = pytest.mark.usefixtures("kernels_on_a_cpu")
 
@@ -33,7 +33,7 @@ def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
         ("wrong", False, "planted[0] has an error of 1e-02, its definition one of"),
         ("crash", False, "the process that tried it ended with signal SIGSEGV"),
         ("hang", False, "the process that tried it did not answer for 2 s in its parity test"),
-        ("slow", False, "ms a block against"),
+        slow("slow", False, "ms a block against"),
         ("memory", True, "memory ran out without it"),
     ],
 )
