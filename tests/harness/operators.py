@@ -278,7 +278,7 @@ ROWS = [
     ),
     make_scan_row(100, 1, most_decay=1e-3, fp16=False, factor=20.0),
     *(
-        make_scan_row(70, 1, heads, head_dim, state_dim, chunk=32, factor=4.0)
+        make_scan_row(70, 1, heads, head_dim, state_dim, fp16=heads == 3, chunk=32, factor=4.0)
         for heads, head_dim, state_dim in ((2, 64, 64), (3, 16, 32), (1, 32, 16))
     ),
     # A single token only scales x, which the norm takes out again.

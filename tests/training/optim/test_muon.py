@@ -212,6 +212,7 @@ def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_ranks, sing
     assert "orthogonalised 14 of 14 matrices" in row["evidence"]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "Muon on another number of processes: 2, 3, 1", "the same losses within rounding"
 )
