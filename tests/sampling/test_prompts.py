@@ -208,7 +208,7 @@ def test_the_clip_score(captioned_run, clip, tmp_path):
     pixels = prepare(list(images), return_tensors="pt", input_data_format="channels_last")
     output = CLIPModel.from_pretrained(clip)(**pixels, **tokens)
     scores = torch.cosine_similarity(output.image_embeds, output.text_embeds)
-    assert result["clip_score"] == pytest.approx(100 * scores.mean().item(), abs=1.0)
+    assert result["clip_score"] == pytest.approx(100 * scores.mean().item(), abs=0.3)
 
 
 def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
