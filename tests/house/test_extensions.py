@@ -8,6 +8,7 @@ import pytest
 from common.config import build
 from common.config.compose import compose
 from tests.harness.own_code import forget_package
+from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training.weights.pretrained import load_pretrained
@@ -68,27 +69,27 @@ def test_a_package_is_not_admitted_by_a_file(myproj, monkeypatch):
         "# @package _global_\n# Names another package.\nextensions: [myproj, json]\n"
     )
     monkeypatch.setenv(build.EXTENSIONS_VARIABLE, "myproj")
-    with pytest.raises(ValueError, match=r"extensions=\['json'\] comes from a file"):
+    with expect_refusal(r"extensions=\['json'\] comes from a file"):
         compose(["experiment=sly"])
     assert build.admitted_packages == {"myproj"}
 
 
 @pytest.mark.parametrize("name", ["nowhere_to_be_found", "os.path", "-x"])
 def test_what_is_no_package_is_refused(name, own_code):
-    with pytest.raises(ValueError, match="there is no package"):
+    with expect_refusal("there is no package"):
         compose([f"extensions=['{name}']"])
     assert build.admitted_packages == set()
 
 
 @pytest.mark.parametrize("target", ["myproj.mixer.torch.load", "myproj2.mixer.Shuffle"])
 def test_only_classes_that_the_package_itself_defines_are_built(target, myproj):
-    with pytest.raises(ValueError, match="not allowed"):
+    with expect_refusal("not allowed"):
         train(compose(["extensions=[myproj]", "model=shuffle", f"model._target_={target}"]))
 
 
 def test_a_weights_file_that_names_a_foreign_package_runs_nothing(myproj, tmp_path):
     train(compose([*SHORT, "extensions=[myproj]", f"run_dir={tmp_path / 'run'}"]))
     forget_package()
-    with pytest.raises(ValueError, match="do not trust this file"):
+    with expect_refusal("do not trust this file"):
         load_pretrained(next((tmp_path / "run").rglob("ema.safetensors")), CPU)
     assert "myproj.mixer" not in sys.modules

@@ -17,6 +17,7 @@ from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
 from scripts.report.pages import TRAINING_PLOTS, draw_plots, list_distance_plots, render_card
+from tests.harness.refusals import expect_refusal
 from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"
@@ -121,9 +122,7 @@ def test_a_run_that_saves_while_it_is_reported(plant, monkeypatch):
 def test_a_checkpoint_without_its_weights_is_one_sentence(plant):
     folder = plant("damaged")
     (folder / "checkpoints/step-100/ema.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"step-100/ema.safetensors cannot be read as safetensors \(No such file"
-    ):
+    with expect_refusal(r"step-100/ema.safetensors cannot be read as safetensors \(No such file"):
         read_report(run_dir=folder)
 
 
@@ -280,13 +279,13 @@ def test_evaluations_by_two_protocols_stand_apart(plant):
 def test_a_mistake_is_a_sentence(words, sentence, plant, tmp_path):
     run = plant("mine")
     values = {key: value.format(run=run, tmp_path=tmp_path) for key, value in words.items()}
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         report(ReportConfig(**values))
 
 
 def test_a_report_without_matplotlib_says_how_to_install_it(plant, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"pip install 'fastlatent\[report\]'"):
+    with expect_refusal(r"pip install 'fastlatent\[report\]'"):
         report(ReportConfig(run_dir=str(plant("mine"))))
 
 

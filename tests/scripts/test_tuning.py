@@ -12,6 +12,7 @@ from common.distributed.ranks import SINGLE
 from scripts.plan import tune as tuner
 from scripts.plan.__main__ import main
 from scripts.plan.memory import Question, forecast
+from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_RUN, TINY_SYNTHETIC
 from train import train
 from training.inputs import foresee_latents
@@ -142,9 +143,7 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch):
         monkeypatch.setattr(tuner, "memory_of", lambda _, limit=limit: limit)
         assert search.find_fitting() == changes
     monkeypatch.setattr(tuner, "memory_of", lambda _: 1e5)
-    with pytest.raises(
-        ValueError, match=r"a step needs .* GiB at least, of 9.31e-05; use a smaller model"
-    ):
+    with expect_refusal(r"a step needs .* GiB at least, of 9.31e-05; use a smaller model"):
         make_search(replace(cfg, batch_size=1)).find_fitting()
 
 
@@ -163,7 +162,7 @@ REFUSES = (
 )
 def test_the_run_says_why_its_tuner_failed(program, sentence, monkeypatch):
     monkeypatch.setattr(tune, "TUNER_PROGRAM", ["-c", program])
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         tune.tune_config(compose(PLANTED).cfg, CPU, SINGLE)
 
 
@@ -210,7 +209,7 @@ def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(monke
     ],
 )
 def test_a_run_that_cannot_be_tuned_is_refused(word, sentence):
-    with pytest.raises(ValueError, match=f"runtime.tune{sentence}"):
+    with expect_refusal(f"runtime.tune{sentence}"):
         compose([*TINY_SYNTHETIC, "runtime=auto", word])
 
 
@@ -242,5 +241,5 @@ def test_tune_writes_a_runtime_file(tmp_path, monkeypatch, capsys):
         ("fast.yaml runtime=fast", "runtime=fast would be based on itself"),
         ("tuned.yaml", r"seconds=120.0: nothing was measured .* give more seconds"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with expect_refusal(sentence):
             main(["tune", *TINY_SYNTHETIC, *f"out={tmp_path}/{name}".split()])

@@ -19,6 +19,7 @@ from common.files import ROOT
 from scripts import doctor
 from tests.harness.planted_models import PlantedModel
 from tests.harness.proofs import GOOD, REFUSED, make_stack, plant_findings, prove_scan
+from tests.harness.refusals import expect_refusal
 from tests.harness.steps import EAGER
 from tests.harness.words import CPU, TINY_MODEL, TINY_RUN
 from train import train
@@ -81,14 +82,14 @@ def test_on_unavailable_error_accepts_a_measured_off_and_no_failed_parity(monkey
     plant_findings(monkeypatch, GOOD | {"times": {"on": 2.0, "off": 1.0}})
     assert not prove_scan(on_unavailable="error")[0]
     plant_findings(monkeypatch, REFUSED)
-    with pytest.raises(ValueError, match=r"fused_scan=true \(ssd\[0\] is not finite"):
+    with expect_refusal(r"fused_scan=true \(ssd\[0\] is not finite"):
         prove_scan(True, runtime={"residual_in_fp32": False}, on_unavailable="error")
 
 
 def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch):
     monkeypatch.setattr(FusedKernel, "find_obstacle", lambda self: "There is no GPU.")
     assert not make_stack(on_unavailable="error").values["fused_scan"]
-    with pytest.raises(ValueError, match="fused_scan=True"):
+    with expect_refusal("fused_scan=True"):
         make_stack(True, on_unavailable="error")
 
 
