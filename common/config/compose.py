@@ -61,7 +61,9 @@ LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLa
 @cache
 def make_mutable_schema(kind: type) -> DictConfig:
     """Returns OmegaConf's structured config of the frozen dataclass `kind`, but writable, so that
-    values can be merged into it; `OmegaConf.to_object` then turns it into the frozen dataclass."""
+    values can be merged into it; `OmegaConf.to_object` then turns it into the frozen dataclass.
+
+    The config is made once. Callers must not change it; `OmegaConf.merge` changes a copy."""
     schema = OmegaConf.structured(kind)
     nodes = [schema]
     for node in nodes:

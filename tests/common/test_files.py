@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
 from common.files import (
     LOCK_FILE,
     hash_content,
@@ -21,7 +20,7 @@ from common.files import (
     write_json,
     write_to_cache,
 )
-from tests.harness.limits import FORK, start_fork
+from tests.harness.limits import lock_elsewhere
 from tests.harness.refusals import expect_refusal
 
 
@@ -117,37 +116,23 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
         write_to_cache(tmp_path / "file" / "cache.json", {})
 
 
-def try_to_lock(folder, sender, **part):
-    """Sends what a process of its own hears when it wants the lock."""
-    try:
-        lock = lock_folder(folder, "Busy.", **part)
-        with lock.take_turn():
-            sender.send("locked")
-    except UserError as error:
-        sender.send(str(error))
-    os._exit(0)
-
-
-def lock_elsewhere(folder, **part):
-    receiver, sender = FORK.Pipe(duplex=False)
-    process = start_fork(lambda: try_to_lock(folder, sender, **part))
-    answer = receiver.recv()
-    process.join()
-    return answer
+def ask_elsewhere(folder, **part):
+    with lock_elsewhere(folder, **part) as (_, answer):
+        return answer
 
 
 def test_a_folder_is_locked_for_one_process_that_others_can_name(tmp_path):
     with lock_folder(tmp_path, "Busy."):
-        assert lock_elsewhere(tmp_path).startswith(f"Busy. It is process {os.getpid()} on ")
-    assert lock_elsewhere(tmp_path) == "locked"
+        assert ask_elsewhere(tmp_path).startswith(f"Busy. It is process {os.getpid()} on ")
+    assert ask_elsewhere(tmp_path) == "locked"
 
 
 def test_parts_of_a_folder_are_locked_apart(tmp_path):
-    """Those who share a folder lock out one who wants all of it, and have no name."""
+    """Processes that share a folder lock out one that wants all of it, and leave no name there."""
     with lock_folder(tmp_path, "Busy.", start=4, length=2):
-        answers = [lock_elsewhere(tmp_path, start=k, length=2) for k in (2, 3, 5, 6)]
+        answers = [ask_elsewhere(tmp_path, start=k, length=2) for k in (2, 3, 5, 6)]
         assert answers == ["locked", "Busy.", "Busy.", "locked"]
-        assert lock_elsewhere(tmp_path) == "Busy."
+        assert ask_elsewhere(tmp_path) == "Busy."
     assert (tmp_path / LOCK_FILE).read_bytes() == b""
 
 

@@ -1,4 +1,4 @@
-"""Child processes and threads: how they are ended, and what is heard of their end."""
+"""Child processes and threads: they end when they should, and their end is described."""
 
 import os
 import sys

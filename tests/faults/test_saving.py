@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from common.config.compose import compose
-from common.files import ROOT, rename, write_atomically
+from common.files import rename, write_atomically
+from tests.harness.limits import lock_elsewhere
 from tests.harness.outcomes import (
     TWELVE_STEPS,
     are_equal,
@@ -143,31 +143,16 @@ def test_a_read_only_folder(saved):
     assert_newest_loads(saved)
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from common.files import lock_folder
-lock = lock_folder(Path(sys.argv[1]), "")
-print("held", flush=True)
-input()
-"""
-
-
 @pytest.mark.fault(
     "a second run in the same folder",
     "refused in a sentence that names the first; that one is unharmed",
 )
 def test_two_runs_in_one_folder(run_whole, finished):
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", HOLD, str(finished)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
+    with lock_elsewhere(finished) as (other, _):
         sentence = rf"another run writes to it.* It is process {other.pid} on "
         with expect_refusal(sentence):
             start_run(finished, "total_samples=104")
         assert read_outcome(finished) == read_outcome(run_whole())
-        other.kill()
     start_run(finished, "total_samples=104")
 
 

@@ -11,7 +11,7 @@ import resource
 import signal
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from common.config.compose import report_user_errors
+from common.errors import UserError
+from common.files import lock_folder
 
 GIB = 2**30
 CPU_SECONDS = 5
@@ -56,6 +58,28 @@ def start_fork(target: Callable[..., None], *arguments: object) -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     return process
+
+
+def take_lock(folder: Path, sender: Connection, part: dict[str, int]) -> None:
+    """Sends what a process hears that wants a folder's lock, and waits to be killed."""
+    try:
+        lock = lock_folder(folder, "Busy.", **part)
+        with lock.take_turn():
+            sender.send("locked")
+    except UserError as error:
+        sender.send(str(error))
+    signal.pause()
+
+
+@contextlib.contextmanager
+def lock_elsewhere(folder: Path, **part: int) -> Iterator[tuple[Any, str]]:
+    """Yields another process that wants the lock of a folder, or of a part of it, and what it
+    hears. The process keeps the lock until it is killed, at the end of the `with` block."""
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = start_fork(take_lock, folder, sender, part)
+    yield process, receiver.recv()
+    process.kill()
+    process.join()
 
 
 def answer(case: Callable[[], object], sender: Connection) -> None:

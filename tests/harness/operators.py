@@ -287,8 +287,8 @@ ROWS = [
     Row("ssd, gated", Sizes((1, 64), 1, 2, 128)),
     Row("ssd, gated", Sizes((1, 37)), chunk=16, dtypes=()),
 ]
-"""What is compared everywhere: sequences of one token, of odd lengths, along a row or a column, and
-in chunks."""
+"""Operators and sizes that every place compares: sequences of one token, of odd lengths, along a
+row or a column, and in chunks."""
 
 
 def name_rows(rows):

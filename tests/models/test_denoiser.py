@@ -62,7 +62,7 @@ def test_every_kth_block_of_a_hybrid_has_attention():
 
 
 def test_the_modulations_and_the_head_start_at_zero():
-    """So each block starts as the identity, and the velocity is zero."""
+    """Each block therefore starts as the identity, and the velocity is zero."""
     model = make_denoiser("hybrid")
     for layer in (model.modulation, model.head):
         assert not any(parameter.any() for parameter in layer.parameters())

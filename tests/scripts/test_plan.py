@@ -20,8 +20,6 @@ from scripts.plan.report import (
 from scripts.plan.savings import list_savings
 from tests.harness.plans import PLANNED, PLANNED_RUN, forecast_words
 
-H200 = CARDS["h200"]
-
 
 def test_the_largest_micro_batch_is_where_the_memory_ends():
     memory = forecast_words().needs.total + 40e6
