@@ -31,7 +31,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from evaluation.evaluator import TrainingDistances  # imported here: torch slows down --help
     from training.assemble import assemble, describe_run, restore
     from training.checkpoint.snapshots import prepare_snapshots, save_snapshot_if_due
-    from training.evaluate import draw_sample_grid, evaluate
+    from training.evaluate import draw_sample_grid, score
     from training.failures import end_if_failed, explain_failures
     from training.preflight.memory import refuse_large_step
     from training.records.log_lines import format_log_line, format_summary
@@ -54,7 +54,6 @@ def train(composed: Composed) -> dict[str, Any]:
     training = assemble(cfg, run.device, ranks, run.folder)
     run.write_kernels(training)
     state = training.state
-    step = training.step
     meter = state.meter
     draws = cfg.sample_every or cfg.fd_every
     autoencoder = build_autoencoder(training.loader.spec, run.device) if draws else None
@@ -72,22 +71,13 @@ def train(composed: Composed) -> dict[str, Any]:
         cfg.total_samples, "samples", state.samples, plain=False, silent=not ranks.first
     )
 
-    # 4. Define the tasks between two steps (report, draw, save). The meter pauses during a task, so
-    # that the task's time does not lower the training rate.
-    def report() -> dict[str, float]:
-        """Logs the metrics of the steps since the last report. Returns the evaluation scores of
-        this step, metric name -> value; empty if no evaluation is due."""
-        metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
-        metrics |= checkpoints.report_times()
-        state.skipped_steps += metrics["skipped"]
-        with meter.pause():
-            scores = evaluate(training) if state.is_due(cfg.eval_every) else {}
-            scores |= distances() if distances and state.is_due(cfg.fd_every) else {}
-            metrics |= scores | training.note_skipped_data()
-            run.append_metrics(metrics, training.stack)
-            logger.log(metrics, state.samples)
-            progress.say(format_log_line(metrics, progress.format_time_left()))
-        return scores
+    # 4. Define tasks between two steps (report, draw). The meter pauses during a task, so that the
+    # task's time does not lower the training rate.
+    @meter.pause()
+    def report(metrics: dict[str, Any]) -> None:
+        run.append_metrics(metrics, training.stack)
+        logger.log(metrics, state.samples)
+        progress.say(format_log_line(metrics, progress.format_time_left()))
 
     @meter.pause()
     def draw() -> None:
@@ -95,12 +85,7 @@ def train(composed: Composed) -> dict[str, Any]:
         file = run.folder / f"samples/step-{state.step}.png"
         logger.image("sample_grid", draw_sample_grid(training, autoencoder, file), state.samples)
 
-    @meter.pause()
-    def save(scores: dict[str, float]) -> None:
-        training.note_skipped_data()
-        checkpoints.save(state, described, scores)
-
-    # 5. Loop: report, draw and save if due after the last step, then take the next step.
+    # 5. Loop: score, report, draw and save if due after the last step, then take the next step.
     stop_request = StopRequest(
         checkpoints.has_failed,
         training.has_skipped_too_many,
@@ -112,7 +97,6 @@ def train(composed: Composed) -> dict[str, Any]:
             distances.record(run.folder)
         run.continue_records(state)
         meter.start()
-        batches = []
 
         while True:
             # Decide what is due after this step. If the run was asked to stop, save a checkpoint
@@ -122,20 +106,27 @@ def train(composed: Composed) -> dict[str, Any]:
             ending = state.done and state.moved
             report_due = ending or state.is_due(cfg.log_every, cfg.eval_every, cfg.fd_every)
 
-            # Report before saving, because a checkpoint stores the scores of the report. Save also
-            # if the score that decides which checkpoint is the best has never been better.
-            scores = report() if report_due else {}
+            # Score before saving, because a checkpoint stores the scores. Save also if the score
+            # that decides which checkpoint is the best has never been better.
+            scores: dict[str, float] = {}
+            if report_due:
+                metrics = training.close_window()
+                scores = score(training, distances)
+                metrics |= checkpoints.report_times() | scores | training.note_skipped_data()
+                report(metrics)
             wanted = (stopping and state.moved) or checkpoints.is_best(scores)
             save_due = state.is_due(cfg.save_every) or (wanted and cfg.save_every > 0)
             if ending or request is Request.look:
-                end_if_failed(training, run.folder, batches, checkpoints, request)
+                end_if_failed(training, run.folder, checkpoints, request)
             if state.is_due(cfg.sample_every):
                 draw()
             # Write the snapshot before the checkpoint, because a run that resumes from the
             # checkpoint does not write earlier snapshots again.
             save_snapshot_if_due(cfg, state, ranks, run.folder, described)
             if save_due:
-                save(scores)
+                with meter.pause():
+                    training.note_skipped_data()
+                    checkpoints.save(state, described, scores)
             run.write_time(state, saved=save_due)
             if state.done:
                 break
@@ -143,12 +134,7 @@ def train(composed: Composed) -> dict[str, Any]:
                 checkpoints.finish()
                 run.stop(state)
 
-            # Take a step.
-            with meter.measure_wait():
-                batches = training.take_batches()
-            step.schedule(state.samples)
-            meter.update(step(batches))
-            state.advance(cfg.batch_size)
+            training.take_step()
             progress.advance(cfg.batch_size)
     progress.close()
 

@@ -214,7 +214,8 @@ class AdapterGradients(Technique):
     def iterate_parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
         """Yields the parameters of all adapters: the full name in the model, the parameter, and its
         name within the adapted layer."""
-        names = {module: name for name, module in self.model.named_modules()}
+        modules = self.model.named_modules()
+        names = {module: name.removeprefix("model.") for name, module in modules}
         for layer in find_switches(self.model, "base_layer"):
             for name, parameter in layer.named_parameters():
                 if not name.startswith("base_layer."):

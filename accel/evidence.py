@@ -167,7 +167,7 @@ class BlockProbe(nn.Module):
             # blocks.
             return getattr(self.block, name)
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor, **options: Any) -> Any:
         input_bytes: Counter[int] = Counter()
         for tensor in inputs:
             input_bytes[tensor.untyped_storage()._cdata] += tensor.nbytes
@@ -175,7 +175,7 @@ class BlockProbe(nn.Module):
             torch.profiler.record_function(f"{BLOCK_PREFIX} {self.index}"),
             count_saved(self.block, input_bytes) as saved,
         ):
-            outputs = self.block(*inputs)
+            outputs = self.block(*inputs, **options)
         note = BlockEvidence(
             input_bytes=input_bytes.total(),
             saved_bytes=saved.bytes,

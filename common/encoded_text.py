@@ -38,12 +38,6 @@ class EncodedText(NamedTuple):
     def to(self, device: torch.device) -> EncodedText:
         return EncodedText(*(part.to(device) for part in self))
 
-    def repeat_to(self, count: int) -> EncodedText:
-        """Returns `count` captions: these, over and over; `count` is a multiple of their number."""
-        times, rest = divmod(count, len(self.lengths))
-        assert rest == 0, f"{count} samples for {len(self.lengths)} captions"
-        return EncodedText(*(torch.cat([part] * times) for part in self))
-
 
 class TextEncoder(nn.Module, ABC):
     """The interface of text encoders. A subclass tokenizes, and computes a vector for each

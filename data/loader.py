@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal, counter_uniform
+from common.condition import Condition
 from common.encoded_text import EncodedText
 from common.errors import UserError
 from data.caption_table import CaptionTable
@@ -25,14 +26,12 @@ class Batch(NamedTuple):
     """A batch of samples, with normalised latents; all tensors are on the device."""
 
     latents: Float[Tensor, "B C H W"]
-    labels: Int[Tensor, "B"]
+    condition: Condition
     ids: Int[Tensor, "B"]
     """Number of each sample within its split of the latent set, from 0."""
     position: Int[Tensor, "B"]
     """For each sample, the number of samples that the run has seen before it. This position seeds
     the sample's noise, time t, mirroring and posterior draw."""
-    text: EncodedText | None = None
-    """One encoded caption for each sample; None if the run does not use text."""
 
 
 class LoaderArgs(TypedDict):
@@ -112,7 +111,7 @@ class LatentLoader:
             epoch = position // self.spec.count
             numbers = choose_captions(rows.captions, rows.ids, self.seed, epoch)
             text = self.captions.gather(numbers)
-        return Batch(latents, rows.labels, rows.ids, position, text)
+        return Batch(latents, Condition(rows.labels, text), rows.ids, position)
 
     def make_plain_batch(self, rows: LatentTensors, start: int) -> Batch:
         """Makes a held-out batch from raw samples, at the positions from `start` on: normalises the
@@ -121,7 +120,8 @@ class LatentLoader:
         text = None
         if self.captions is not None and rows.captions is not None:
             text = self.captions.gather(rows.captions[:, 0].long())
-        return Batch(self.normalise(rows.latents), rows.labels, rows.ids, position, text)
+        condition = Condition(rows.labels, text)
+        return Batch(self.normalise(rows.latents), condition, rows.ids, position)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         """Yields the held-out split once, in batches of `batch_size`, in a fixed order, without

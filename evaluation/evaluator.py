@@ -315,7 +315,7 @@ class TrainingDistances:
         batch_size = max(1, training.micro_batch // 2)
         conditions = training.choose_conditions("train", self.count)
         self.stream = SampleStream(
-            training.step.forward, spec, cfg.sampling, conditions, 0, batch_size, device
+            training.step.compute_velocity, spec, cfg.sampling, conditions, 0, batch_size, device
         )
 
         for name, space in self.evaluator.spaces.items():

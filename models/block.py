@@ -1,15 +1,15 @@
 """The block: one or two layers, whose outputs, called branches, are added to a residual stream that
 stays fp32.
 
-Letters: B samples, L tokens, T tokens of a caption, D width, M modulations: scale, shift and gate
+Letters: B samples, L tokens, T tokens of a text, D width, M modulations: scale, shift and gate
 for each layer.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,11 @@ from accel.kernels.add_norm.operator import add_norm, fused_add_norm
 from accel.kernels.swiglu.operator import fused_swiglu, silu_product
 from common.errors import UserError
 from models.layers import Layer, Ranges, cut_rows
+from models.shape import Grid, Shape
 
 Norm = Literal["rms", "layer"]
+CONTEXT = ("grid", "text", "text_mask")
+"""Arguments of `Block.forward` that go to the layers whose `forward` takes them."""
 
 
 class SwiGLU(Layer):
@@ -74,7 +77,8 @@ class Block(nn.Module):
     A layer with an attribute `order` (L,) gets the tokens in that order: `order[m]` is the index of
     the layer's m-th token. The norm before the layer permutes the tokens, and the sum after the
     layer permutes the branch back, both inside `add_norm`. `arriving` is the order of the tokens in
-    the incoming branch; None: the order of the stream.
+    the incoming branch; None: the order of the stream. A layer whose `forward` has the parameter
+    `grid`, `text` or `text_mask` gets that argument of the block.
 
     `norm` is "rms", or "layer" for weights that were trained with LayerNorm.
     """
@@ -91,8 +95,10 @@ class Block(nn.Module):
         for i, order in enumerate(self.orders):
             rows = None if order is None else torch.empty(len(order), dtype=torch.int32)
             self.register_buffer(f"rows_{i}", rows, persistent=False)
-        self.reads_text = any(getattr(layer, "text_tokens", 0) for layer in layers)
-        """True if a layer attends to the tokens of captions."""
+        # Layers take what their `forward` names, beside the tokens.
+        known = [inspect.signature(layer.forward).parameters for layer in layers]
+        self.takes = [[name for name in CONTEXT if name in names] for names in known]
+        self.reads_text = any("text" in names for names in self.takes)
         self.residual_in_fp32 = True
         self.centred = norm == "layer"
         self.fused_add_norm = False
@@ -105,13 +111,16 @@ class Block(nn.Module):
         cond: Float[Tensor, "B M D"],
         text: Float[Tensor, "B T D"] | None = None,
         text_mask: Bool[Tensor, "B T"] | None = None,
+        *,
+        grid: Grid,
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B D"], Float[Tensor, "B L D"]]:
+        context = {"grid": grid, "text": text, "text_mask": text_mask}
         vectors = cond.unbind(1)
         for i, layer in enumerate(self.layers):
             scale, shift, next_gate = vectors[3 * i : 3 * i + 3]
             rows = getattr(self, f"rows_{i + 1}")
             h, residual = self.normalise(branch, gate, residual, scale, shift, i, h_rows=rows)
-            branch = layer(h, text, text_mask) if getattr(layer, "text_tokens", 0) else layer(h)
+            branch = layer(h, **{name: context[name] for name in self.takes[i]})
             gate = next_gate
         return branch, gate, residual
 
@@ -170,42 +179,43 @@ class Block(nn.Module):
 
 
 def build_mixers(
+    shape: Shape,
     mixer: Callable[..., nn.Module],
     attention: Callable[..., nn.Module] | None,
-    attention_every: int,
-    depth: int,
-    sizes: Mapping[str, Any],
     text_tokens: int,
 ) -> list[nn.Module]:
-    """Builds the mixers of `depth` blocks, with the arguments `sizes`: every `attention_every`-th
-    one by `attention`, all others by `mixer`; with 0 all by `mixer`.
+    """Builds the mixers of a denoiser's blocks: every `attention_every`-th one by `attention`, all
+    others by `mixer`; with 0 all by `mixer`.
 
     A mixer's argument `layer` is the number of earlier blocks of the same kind. So scans take rows
     and columns in turn, and attention shifts its windows, as if the other kind were not there.
-    Only attention takes `text_tokens`, the number of tokens of a caption; UserError if it is above
+    Only attention takes `text_tokens`, the number of tokens of a text; UserError if it is above
     0 and there is no attention, or if `attention_every` is above 0 without `attention`.
     """
-    if attention is None and attention_every:
+    every = shape.attention_every
+    if attention is None and every:
         raise UserError(
-            f"model.attention_every={attention_every} needs model.attention; choose "
+            f"model.attention_every={every} needs model.attention; choose "
             "model=hybrid_<size>, mamba_<size> or ssd_mlp_<size>, or 0."
         )
 
     mixers = []
-    for number in range(depth):
+    read = False
+    for number in range(shape.depth):
         kind = mixer
         layer = number
-        if attention is not None and attention_every:
-            earlier = number // attention_every
-            has_attention = (number + 1) % attention_every == 0
+        if attention is not None and every:
+            earlier = number // every
+            has_attention = (number + 1) % every == 0
             kind = attention if has_attention else mixer
             layer = earlier if has_attention else number - earlier
         known = inspect.signature(kind).parameters
         options = {"layer": layer, "text_tokens": text_tokens}
         options = {name: value for name, value in options.items() if name in known}
-        mixers.append(kind(**sizes, **options))
+        read = read or "text_tokens" in options
+        mixers.append(kind(dim=shape.dim, head_dim=shape.head_dim, grid=shape.grid, **options))
 
-    if text_tokens and not any(getattr(mixer, "text_tokens", 0) for mixer in mixers):
+    if text_tokens and not read:
         raise UserError(
             "model.text_tokens=true needs layers of attention, and this model has none; choose "
             "model=dit_<size> or hybrid_<size>, or set model.text_tokens=false."
@@ -214,22 +224,16 @@ def build_mixers(
 
 
 def build_blocks(
-    mixers: list[nn.Module],
-    mlp: Callable[..., nn.Module],
-    widths: tuple[int, int],
-    eps: float,
-    norm: Norm,
+    shape: Shape, mixers: list[nn.Module], mlp: Callable[..., nn.Module], eps: float, norm: Norm
 ) -> nn.ModuleList:
-    """Builds a block around each mixer; `widths` are the block's width and the hidden width of its
-    MLP, 0 for no MLP."""
-    dim, hidden = widths
+    """Builds a block around each mixer, with an MLP unless `shape.hidden` is 0."""
     # A block returns the output of its last layer in the token order of that layer (`leaving`;
     # None: the order of the residual stream). The next block adds this output to the residual
     # stream, so it needs `leaving` to permute the tokens back.
     blocks = nn.ModuleList()
     leaving = None
     for mixer in mixers:
-        layers = [mixer, mlp(dim=dim, hidden=hidden)] if hidden else [mixer]
+        layers = [mixer, mlp(dim=shape.dim, hidden=shape.hidden)] if shape.hidden else [mixer]
         block = Block(layers, eps, leaving, norm)
         blocks.append(block)
         leaving = block.orders[-1]

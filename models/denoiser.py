@@ -7,28 +7,25 @@ Letters: B samples, C channels, H W latent height and width, L tokens, D width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from common.encoded_text import EncodedText
+from common.condition import Condition
 from common.errors import UserError
 from models.block import Block, Norm, SwiGLU, build_blocks, build_mixers
 from models.layers import (
     InternalHead,
     LabelEmbedding,
-    Layer,
     TimestepEmbedding,
     init_linear,
-    refuse_below_one,
     sincos_positions,
 )
+from models.shape import Shape
 from models.text import Conditioning, build_text_embedding
-
-Value = TypeVar("Value")
 
 
 class Denoiser(nn.Module):
@@ -48,8 +45,8 @@ class Denoiser(nn.Module):
     tokens. A sample with the null label gets the empty caption.
 
     If `internal_block` is k > 0, a second head estimates the velocity from the residual stream
-    after block k, from 1, for internal guidance; it changes no other gradient. An objective may add
-    further heads, which sampling does not need; see `attach`.
+    after block k, from 1, for internal guidance; it changes no other gradient. Training may add
+    further heads (training/heads.py).
 
     Training expects of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList of modules with
     the arguments and results of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path`
@@ -85,18 +82,22 @@ class Denoiser(nn.Module):
         text: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        sizes: dict[str, Any] = {"dim": dim, "head_dim": head_dim}
-        refuse_shape(
-            sizes | {"depth": depth, "patch_size": patch_size},
-            (height, width),
-            mlp_ratio,
-            drop_path,
-            {"attention_every": attention_every, "internal_block": internal_block},
+        shape = Shape(
+            height=height,
+            width=width,
+            dim=dim,
+            head_dim=head_dim,
+            depth=depth,
+            patch_size=patch_size,
+            mlp_ratio=mlp_ratio,
+            drop_path=drop_path,
+            attention_every=attention_every,
+            internal_block=internal_block,
         )
         self.channels = channels
         self.num_classes = num_classes
         self.patch_size = patch_size
-        self.grid = (height // patch_size, width // patch_size)
+        self.grid = shape.grid
         self.tokens = math.prod(self.grid)
         self.depth = depth
         self.dim = dim
@@ -105,42 +106,24 @@ class Denoiser(nn.Module):
         self.patch_embed = nn.Linear(patch_values, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, time_scale)
-        sizes["grid"] = self.grid
-        caption_tokens = self.add_conditions(conditioning, text_tokens, text)
+        by_class = conditioning != "text"
+        self.label_embed = LabelEmbedding(dim, num_classes) if by_class else None
+        self.text_embed = build_text_embedding(conditioning, text_tokens, text, dim)
 
-        hidden = 32 * round(mlp_ratio * dim / 32)
-        mixers = build_mixers(mixer, attention, attention_every, depth, sizes, caption_tokens)
-        self.blocks = build_blocks(mixers, mlp, (dim, hidden), eps, norm)
+        read_tokens = self.text_embed.count if self.text_embed else 0
+        mixers = build_mixers(shape, mixer, attention, read_tokens)
+        self.blocks = build_blocks(shape, mixers, mlp, eps, norm)
 
         # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,
         # shift and gate of mixer and MLP), one without an MLP 3, and the final norm a scale and a
         # shift.
-        self.modulations = 6 if hidden else 3
+        self.modulations = 6 if shape.hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
-        self.add_heads(internal_block, eps)
+        self.internal_block = internal_block
+        self.internal = InternalHead(dim, patch_values, eps) if internal_block else None
         if not self.pos_embed.is_meta:
             self.init_weights()
-
-    def add_conditions(
-        self, conditioning: Conditioning, with_tokens: bool, text: Mapping[str, Any] | None
-    ) -> int:
-        """Adds the embeddings of labels and captions that `conditioning` needs; returns the number
-        of tokens of a caption that attention reads."""
-        by_class = conditioning != "text"
-        self.label_embed = LabelEmbedding(self.dim, self.num_classes) if by_class else None
-        self.text_embed = build_text_embedding(conditioning, with_tokens, text, self.dim)
-        return self.text_embed.count if self.text_embed else 0
-
-    def add_heads(self, internal_block: int, eps: float) -> None:
-        """Adds the head for internal guidance after block `internal_block`, unless that is 0."""
-        self.internal_block = internal_block
-        self.internal = None
-        if internal_block:
-            self.internal = InternalHead(self.dim, self.head.out_features, eps)
-        self.aux_heads = nn.ModuleDict()
-        self.taps = {"internal": internal_block} if internal_block else {}
-        """Name of a head -> number of the block, from 1, after which it reads the stream."""
 
     def init_weights(self) -> None:
         """Initialises every parameter and buffer. The constructor calls this method, except on the
@@ -153,7 +136,7 @@ class Denoiser(nn.Module):
         with torch.no_grad():
             self.pos_embed.copy_(sincos_positions(self.grid, self.dim))
         optional = [self.label_embed, self.text_embed, self.internal]
-        parts = [self.time_embed, *self.blocks, *filter(None, optional), *self.aux_heads.values()]
+        parts = [self.time_embed, *self.blocks, *filter(None, optional)]
         for part in parts:
             part.init_weights()  # pyright: ignore[reportCallIssue]
         for layer in (self.modulation, self.head):
@@ -168,38 +151,42 @@ class Denoiser(nn.Module):
             if part is not self and hasattr(part, "init_buffers"):
                 part.init_buffers()  # pyright: ignore[reportCallIssue]
 
-    def attach(self, name: str, head: Layer, block: int) -> None:
-        """Adds an auxiliary head that reads the residual stream after block number `block`, from 1.
-        In training mode `forward` then also returns the head's output.
-
-        The head gets the stream as fp32 (B, L, D), with the tokens in raster order, and the
-        condition (B, D) of time and label. It returns patches (B, L, E), which `forward` joins to
-        the shape of the latents. Averages and files of weights leave auxiliary heads out, because
-        sampling does not need them.
-        """
-        self.aux_heads[name] = head
-        self.taps[name] = block
-
     def forward(
         self,
         x: Float[Tensor, "B C H W"],
         t: Float[Tensor, "B"],
-        y: Int[Tensor, "B"],
+        y: Int[Tensor, "B"] | Condition,
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
         internal_guidance: float | None = None,
-        text: EncodedText | None = None,
-    ) -> Any:
-        """Computes the velocity (B, C, H, W) at (x, t) for labels y and captions `text` (None: the
-        empty caption). In training mode, a model with
-        further heads returns the pair (velocity, name of a head -> its output (B, C, H, W)).
+    ) -> Float[Tensor, "B C H W"]:
+        """Computes the velocity at (x, t) for labels y, or for labels and texts y (without texts:
+        the empty text).
 
         `drop_uniforms` (B, depth), random numbers in (0, 1), decide which blocks each sample drops;
         None: no sample drops a block. `internal_guidance` w moves the velocity v away from the
         estimate u of the internal head, to u + w·(v - u), at almost no cost (Internal Guidance,
         https://arxiv.org/abs/2512.24176); None: returns v.
         """
-        condition, text_inputs = self.embed_condition(t, y, text)
-        cond = self.modulation(condition)
+        taps = [] if internal_guidance is None else [self.internal_block]
+        velocity, streams, embedded = self.run_blocks(x, t, y, drop_uniforms, taps)
+        if internal_guidance is not None:
+            inner = self.estimate_velocity(streams[self.internal_block], embedded).float()
+            velocity = inner + internal_guidance * (velocity.float() - inner)
+        return velocity
+
+    def run_blocks(
+        self,
+        x: Float[Tensor, "B C H W"],
+        t: Float[Tensor, "B"],
+        y: Int[Tensor, "B"] | Condition,
+        drop_uniforms: Float[Tensor, "B depth"] | None,
+        taps: Collection[int],
+    ) -> tuple[Float[Tensor, "B C H W"], dict[int, Tensor], Float[Tensor, "B D"]]:
+        """Computes the velocity as `forward` does, without internal guidance. Also returns what
+        heads read: number of a block in `taps`, from 1 -> the residual stream (B, L, D) after it,
+        in fp32 with the tokens in raster order; and the embedding of time and condition."""
+        embedded, text_inputs = self.embed_condition(t, y)
+        cond = self.modulation(embedded)
         cond, last = cond.unflatten(1, (-1, self.dim)).split(
             (self.depth * self.modulations, 2), dim=1
         )
@@ -211,55 +198,48 @@ class Denoiser(nn.Module):
         branch = self.patch_embed(self.patchify(x))
         gate = torch.ones_like(branch[:, 0])
         residual = self.pos_embed.expand_as(branch).contiguous()
-        # Training runs all heads, guidance only the internal one.
-        wanted = [*self.taps] if self.training else ["internal"] * (internal_guidance is not None)
-        outputs: dict[str, Tensor] = {}
+        streams: dict[int, Tensor] = {}
         # Split `cond` by unbind, because its backward pass is one copy, while the backward pass of
         # cond[:, i] writes a gradient as large as `cond` for each block.
         for number, modulations in enumerate(cond.unbind(1), start=1):
             block = cast("Block", self.blocks[number - 1])
-            read = text_inputs if getattr(block, "reads_text", False) else []
-            branch, gate, residual = block(branch, gate, residual, modulations, *read)
-            heads = [name for name in wanted if self.taps[name] == number]
-            if heads:
-                stream = block.read_stream(branch, gate, residual)
-                for name in heads:
-                    head = self.internal if name == "internal" else self.aux_heads[name]
-                    outputs[name] = self.unpatchify(cast("Any", head)(stream, condition))
+            read = text_inputs if block.reads_text else []
+            branch, gate, residual = block(
+                branch, gate, residual, modulations, *read, grid=self.grid
+            )
+            if number in taps:
+                streams[number] = block.read_stream(branch, gate, residual)
 
-        velocity = self.read_velocity(branch, gate, residual, last)
-        if internal_guidance is not None:
-            inner = outputs["internal"].float()
-            velocity = inner + internal_guidance * (velocity.float() - inner)
-        return (velocity, outputs) if self.training and outputs else velocity
-
-    def read_velocity(
-        self,
-        branch: Float[Tensor, "B L D"],
-        gate: Float[Tensor, "B D"],
-        residual: Float[Tensor, "B L D"],
-        modulations: Float[Tensor, "B 2 D"],
-    ) -> Float[Tensor, "B C H W"]:
-        """Computes the velocity from what the last block returned: the final norm, scale and shift,
-        and the head."""
         # Compute the final norm by the last block's `normalise`: it adds the last branch to the
         # stream and norms the sum in one operation, by the fused kernel if that is on.
         final = cast("Block", self.blocks[-1])
-        scale, shift = modulations.unbind(1)
+        scale, shift = last.unbind(1)
         h, _ = final.normalise(branch, gate, residual, scale, shift, len(final.layers))
-        return self.unpatchify(self.head(h))
+        return self.read_velocity(self.head(h)), streams, embedded
+
+    def estimate_velocity(
+        self, stream: Float[Tensor, "B L D"], embedded: Float[Tensor, "B D"]
+    ) -> Float[Tensor, "B C H W"]:
+        """Computes the internal head's velocity from the stream after block `internal_block` and
+        the embedding of time and condition."""
+        return self.read_velocity(cast("InternalHead", self.internal)(stream, embedded))
+
+    def read_velocity(self, patches: Float[Tensor, "B L E"]) -> Float[Tensor, "B C H W"]:
+        """Computes the velocity from what a head returns: the head predicts the velocity."""
+        return self.unpatchify(patches)
 
     def embed_condition(
-        self, t: Float[Tensor, "B"], y: Int[Tensor, "B"], text: EncodedText | None
+        self, t: Float[Tensor, "B"], y: Int[Tensor, "B"] | Condition
     ) -> tuple[Float[Tensor, "B D"], list[Tensor]]:
-        """Embeds time, label and caption; returns their vector, and the tokens of the captions with
-        their mask, if the model reads tokens."""
+        """Embeds time, label and text; returns their vector, and the tokens of the texts with their
+        mask, if the model reads tokens."""
+        labels, text = (y, None) if isinstance(y, Tensor) else y
         embedded = self.time_embed(t)
         text_inputs: list[Tensor] = []
         if self.label_embed is not None:
-            embedded = embedded + self.label_embed(y)
+            embedded = embedded + self.label_embed(labels)
         if self.text_embed is not None:
-            vector, *text_inputs = self.text_embed(text, y == self.num_classes)
+            vector, *text_inputs = self.text_embed(text, labels == self.num_classes)
             embedded = embedded + vector
         return nn.functional.silu(embedded), text_inputs
 
@@ -300,9 +280,14 @@ class Denoiser(nn.Module):
             if p.ndim < 2 or name.rsplit(".", 1)[-1] in exempt or name.startswith("label_embed")
         }
 
+    def list_unclipped(self) -> list[nn.Parameter]:
+        """Lists the parameters whose gradients do not count for clipping: those of the internal
+        head, which must not change how the rest learns."""
+        return [] if self.internal is None else list(self.internal.parameters())
+
     def flops_per_sample(self) -> int:
         """Computes the FLOPs of one forward pass of one sample in training by formulas: matrix
-        products, scan or attention, convolution, modulations, auxiliary heads.
+        products, scan or attention, convolution, modulations, internal head.
 
         A training step costs three times as much (the backward pass has two products for each
         product of the forward pass). Elementwise operations and recomputation do not count.
@@ -316,51 +301,10 @@ class Denoiser(nn.Module):
 
         # Any other part must count itself: a subclass may add parts.
         for name, part in parts.items():
-            if name not in ("blocks", "aux_heads") and not hasattr(part, "flops"):
+            if name != "blocks" and not hasattr(part, "flops"):
                 raise UserError(
                     f"the model's part {name} has no method flops(tokens), which counts the FLOPs "
                     "of one forward pass of one sample; add one."
                 )
-        counted: list[Any] = [*parts.pop("blocks").children(), *parts.pop("aux_heads").children()]
-        counted += parts.values()
+        counted: list[Any] = [*parts.pop("blocks").children(), *parts.values()]
         return total + sum(part.flops(self.tokens) for part in counted)
-
-
-def select_aux_heads(tensors: Mapping[str, Value]) -> dict[str, Value]:
-    """Selects the tensors of auxiliary heads from those of a model; `tensors` maps names of
-    parameters to values."""
-    return {name: value for name, value in tensors.items() if name.startswith("aux_heads.")}
-
-
-def drop_aux_heads(tensors: Mapping[str, Value]) -> dict[str, Value]:
-    """Returns `tensors` without what `select_aux_heads` selects."""
-    return {name: value for name, value in tensors.items() if not name.startswith("aux_heads.")}
-
-
-def refuse_shape(
-    sizes: dict[str, int],
-    latents: tuple[int, int],
-    mlp_ratio: float,
-    drop_path: float,
-    blocks: dict[str, int],
-) -> None:
-    """Raises UserError if one of `sizes` is below 1, if patch_size does not divide a side of
-    `latents`, if `mlp_ratio` is negative, if `drop_path` is not in [0, 1), or if one of `blocks`,
-    numbers of blocks from 1 or 0 for none, is negative or above the depth."""
-    refuse_below_one(sizes)
-    patch_size = sizes["patch_size"]
-    if any(side % patch_size for side in latents):
-        raise UserError(
-            f"model.patch_size={patch_size} does not divide the latent size "
-            f"{latents[0]}×{latents[1]}; choose a common divisor of both."
-        )
-    if mlp_ratio < 0.0:
-        raise UserError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
-    if not 0.0 <= drop_path < 1.0:
-        raise UserError(f"model.drop_path={drop_path} must be at least 0 and below 1.")
-    for key, block in blocks.items():
-        if not 0 <= block <= sizes["depth"]:
-            raise UserError(
-                f"model.{key}={block} must be at least 0 and at most "
-                f"model.depth={sizes['depth']}; 0: none."
-            )

@@ -129,8 +129,8 @@ class LabelEmbedding(nn.Module):
 
 class InternalHead(nn.Module):
     """Estimates the velocity from the residual stream between two blocks of a denoiser, as the
-    denoiser's last layers do: RMSNorm, scale and shift from the condition, and a linear layer to
-    patches of `patch_values` values. It starts at zero.
+    denoiser's last layers do: RMSNorm, scale and shift from the embedding of time and condition,
+    and a linear layer to patches of `patch_values` values. It starts at zero.
 
     The head detaches its inputs, so it does not change what the rest of the denoiser learns.
     """
@@ -150,9 +150,9 @@ class InternalHead(nn.Module):
         return 2 * (self.modulation.weight.numel() + tokens * self.head.weight.numel())
 
     def forward(
-        self, stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]
+        self, stream: Float[Tensor, "B L D"], embedded: Float[Tensor, "B D"]
     ) -> Float[Tensor, "B L E"]:
-        scale, shift = self.modulation(condition.detach()).unsqueeze(1).chunk(2, dim=2)
+        scale, shift = self.modulation(embedded.detach()).unsqueeze(1).chunk(2, dim=2)
         h = F.rms_norm(stream.detach(), stream.shape[2:], eps=self.eps)
         return self.head(h * (1.0 + scale) + shift)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from common.encoded_text import EncodedText
+from common.condition import Condition
 from common.errors import UserError
 
 Velocity = Callable[[Tensor, float], Tensor]
@@ -32,25 +32,27 @@ def shift_times(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
 
 def make_guided_velocity(
     model: Callable[..., Tensor],
-    labels: Int[Tensor, "B"],
+    condition: Condition,
     null_label: int,
     guidance: float = 1.0,
     guidance_interval: Sequence[float] = (0.0, 1.0),
     internal_guidance: float = 1.0,
     internal_interval: Sequence[float] = (0.0, 1.0),
 ) -> Velocity:
-    """Returns a function of (x, t) that computes the velocity in fp32: v_null + guidance·(v_label -
-    v_null) for t inside `guidance_interval`, v_label outside it.
+    """Returns a function of (x, t) that computes the velocity in fp32: v_null + guidance·(v_y -
+    v_null) for t inside `guidance_interval`, v_y outside it, where v_y has the condition of each
+    sample and v_null has it dropped.
 
     Guidance: Ho & Salimans 2022; limited to an interval: Kynkäänniemi et al. 2024,
-    https://arxiv.org/abs/2404.07724. With guidance the model runs on a doubled batch: once with the
-    labels, once with the null label. If guidance is 1 or t is outside the interval, the model runs
-    on the labelled batch only. For t inside `internal_interval` each velocity, v_label and v_null,
-    first gets internal guidance, unless that is 1; see `Denoiser.forward`.
+    https://arxiv.org/abs/2404.07724. With guidance the model runs on a doubled batch, for both
+    velocities at once. If guidance is 1 or t is outside the interval, the model runs with the
+    conditions only. For t inside `internal_interval` each velocity, v_y and v_null, first gets
+    internal guidance, unless that is 1; see `Denoiser.forward`.
     """
-    nulls = torch.full_like(labels, null_label)
+    kept = torch.zeros_like(condition.labels, dtype=torch.bool)
+    doubled = condition.repeat(2).drop(torch.cat((kept, ~kept)), null_label)
 
-    def run(x: Tensor, t: float, y: Tensor) -> Tensor:
+    def run(x: Tensor, t: float, y: Tensor | Condition) -> Tensor:
         inside = internal_interval[0] <= t <= internal_interval[1]
         guided = inside and internal_guidance != 1.0
         options = {"internal_guidance": internal_guidance} if guided else {}
@@ -58,10 +60,9 @@ def make_guided_velocity(
 
     def velocity(x: Tensor, t: float) -> Tensor:
         if guidance == 1.0 or not guidance_interval[0] <= t <= guidance_interval[1]:
-            return run(x, t, labels)
-        both = run(torch.cat((x, x)), t, torch.cat((labels, nulls)))
-        with_label, with_null = both.chunk(2)
-        return with_null + guidance * (with_label - with_null)
+            return run(x, t, condition.y)
+        with_condition, with_null = run(torch.cat((x, x)), t, doubled.y).chunk(2)
+        return with_null + guidance * (with_condition - with_null)
 
     return velocity
 
@@ -121,14 +122,6 @@ def sample(
         x = x_next
         previous = (dt, v)
     return x
-
-
-def add_text(model: Callable[..., Tensor], text: EncodedText | None) -> Callable[..., Tensor]:
-    """Returns the model with the captions `text` of its samples; `model` if `text` is None. If a
-    batch has the samples several times, as guidance needs it, so has it their captions."""
-    if text is None:
-        return model
-    return lambda x, *inputs, **options: model(x, *inputs, text=text.repeat_to(len(x)), **options)
 
 
 def check_internal_guidance(model: object, guidance: float, prefix: str = "") -> None:

@@ -181,7 +181,7 @@ class SampleJob:
         Raises UserError for a label that the model or the data does not have, and for labels or
         prompts that the model does not take.
         """
-        from training.drawing import Conditions, open_data, read_conditions, read_prompts
+        from training.drawing import Conditions, list_samples, open_data, read_prompts
 
         cfg = self.cfg
         trained = self.trained
@@ -218,7 +218,8 @@ class SampleJob:
                 f"{key}={source} needs the run's data, which weights= does not name; use run_dir=."
             )
         loader = open_data(trained.data, spec, cfg.seed, trained.text_level)
-        return read_conditions(source, loader, cfg.count, trained.device)
+        samples = list_samples(loader, source, cfg.count)
+        return Conditions.of_samples(source, samples, loader, trained.device)
 
     def describe_protocol(self) -> dict[str, Any]:
         """Returns setting -> value for all settings on which a metric of these samples, such as a

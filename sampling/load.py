@@ -30,7 +30,7 @@ from data.spec import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions
-from models.sampler import add_text, check_internal_guidance
+from models.sampler import check_internal_guidance
 from training.checkpoint.load import find_weights_file, read_newest
 from training.drawing import Conditions, check_guidance, draw_latents
 from training.inputs import find_text_level, prove_kernels
@@ -170,11 +170,9 @@ class TrainedModel:
         latents = []
         positions = torch.arange(len(conditions.labels), device=self.device)
         for position in positions.split(batch_size):
-            own_labels, captions = conditions(position)
+            condition = conditions(position)
             latents.append(
-                draw_latents(
-                    self.forward, self.spec, own_labels, position, seed, sampling, captions
-                )
+                draw_latents(self.forward, self.spec, condition, position, seed, sampling)
             )
         return torch.cat(latents)
 
@@ -195,17 +193,16 @@ class TrainedModel:
     @torch.no_grad()
     def warm_up(self, conditions: Conditions, batch_size: int, guidance: float) -> Ledger:
         """Runs the model with a batch as large as sampling uses, `batch_size` or with guidance
-        twice that, and with the first captions of `conditions`. Returns the ledger, which says
-        which techniques were active."""
+        twice that, and with the first texts of `conditions`. Returns the ledger, which says which
+        techniques were active."""
         spec = self.spec
 
         def run(samples: int) -> Tensor:
             count = samples * (1 if guidance == 1.0 else 2)
             x = torch.zeros(count, *spec.shape, device=self.device)
             t = torch.full((count,), 0.5, device=self.device)
-            labels = torch.zeros(count, dtype=torch.int64).to(self.device)
-            _, text = conditions(torch.arange(samples, device=self.device))
-            return add_text(self.forward, text)(x, t, labels)[:samples]
+            condition = conditions(torch.arange(samples, device=self.device))
+            return self.forward(x, t, condition.repeat(count // samples).y)[:samples]
 
         refuse_large_batch(
             batch_size, self.device, lambda n: self.autoencoder.decode(run(n).float())
@@ -238,15 +235,15 @@ class SampleStream:
 
     def draw_batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
         """Draws batch `number`: returns labels and raw latents of `batch_size` samples, the first
-        of which is sample number · batch_size. If the samples have captions, the captions' numbers
-        stand in place of the labels."""
+        of which is sample number · batch_size. If the samples have texts, the texts' numbers stand
+        in place of the labels."""
         first = number * self.batch_size
         position = torch.arange(first, first + self.batch_size, device=self.device)
-        labels, text = self.conditions(position)
+        condition = self.conditions(position)
         latents = draw_latents(
-            self.forward, self.spec, labels, position, self.seed, self.sampling, text
+            self.forward, self.spec, condition, position, self.seed, self.sampling
         )
-        return (labels if text is None else text.numbers), latents
+        return condition.numbers, latents
 
     def describe_protocol(self, stack: AccelerationStack, count: int) -> dict[str, Any]:
         """Returns setting -> value for all settings, except the weights, on which a metric of

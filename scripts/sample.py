@@ -166,9 +166,7 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
         return write_grid(file, images, columns=int(np.ceil(np.sqrt(count))))
     conditions = job.stream.conditions
     rows = [conditions.names[label] for label in classes]
-    total = len(job.trained.spec.names)
-    more = conditions.captions is None and total > len(classes)
-    note = f"{len(classes)} of {total} classes" if more else ""
+    note = conditions.note_rows(len(classes), len(job.trained.spec.names))
     write_grid(file, images, int(sizes[0]), names=rows, note=note)
 
 

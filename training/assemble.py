@@ -1,18 +1,17 @@
-"""Builds the parts of a training run from its configuration, describes the run for its checkpoints,
+"""Builds a training run from its configuration, takes its steps, describes it for its checkpoints,
 and restores it from a checkpoint."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from accel.counted_rows import AdapterGradients, OptimizerState, find_promise
 from accel.ledger import Ledger
@@ -27,7 +26,6 @@ from common.distributed.ranks import SINGLE, Ranks
 from common.environment import find_peak_flops
 from common.errors import UserError
 from data.loader import Batch, LatentLoader
-from models.adapters import count_passes
 from models.denoiser import Denoiser
 from models.sampler import check_internal_guidance
 from training.checkpoint.load import (
@@ -39,8 +37,10 @@ from training.checkpoint.load import (
     verify,
 )
 from training.checkpoint.save import Checkpoints
-from training.drawing import Conditions, check_guidance, list_samples, open_data
+from training.drawing import Conditions, Samples, check_guidance, list_samples, open_data
+from training.heads import ModelWithHeads
 from training.inputs import build_loader, find_text_level, prove_kernels
+from training.objective import Objective
 from training.optim.ema import EMA
 from training.optim.groups import make_parameter_groups
 from training.optim.power_averages import LENGTHS, PowerAverage
@@ -59,11 +59,11 @@ CHANGEABLE_KEYS = (
 """Configuration keys that influence the trained weights, but may change when a run resumes."""
 
 GRID_ROWS = 10
-"""Largest number of rows in a sample grid; each row shows samples of one class or caption."""
+"""Largest number of rows in a sample grid; each row shows samples of one class or text."""
 
 
 def build_optimizer(
-    node: dict[str, Any], model: Denoiser, stack: AccelerationStack
+    node: dict[str, Any], network: ModelWithHeads, stack: AccelerationStack
 ) -> torch.optim.Optimizer:
     """Builds the optimizer over the model's parameter groups. Techniques in `stack` may request
     constructor arguments, such as fused=True; the function passes those that the optimizer's
@@ -76,7 +76,7 @@ def build_optimizer(
         known.discard("fused")
     extra = {name: value for name, value in stack.make_optimizer_kwargs().items() if name in known}
     make = partial(build, node, "optim", kind=torch.optim.Optimizer, **extra)
-    return stack.on_optimizer(make)(make_parameter_groups(model, node))
+    return stack.on_optimizer(make)(make_parameter_groups(network, node))
 
 
 def build_stack(
@@ -117,8 +117,8 @@ def build_stack(
 
 @dataclass
 class Training:
-    """The parts of a training run, built from one configuration. `train.py`, the benchmarks and the
-    tests all use this class."""
+    """A training run, built from one configuration. `train.py`, the benchmarks and the tests all
+    use this class."""
 
     cfg: TrainConfig
     device: torch.device
@@ -127,7 +127,6 @@ class Training:
     """Samples in a micro-batch, per process."""
     loader: LatentLoader
     stack: AccelerationStack
-    model: Denoiser
     state: TrainState
     step: TrainStep
     kernels: dict[str, Any]
@@ -135,12 +134,19 @@ class Training:
     kernels to choose."""
     base: Base | None = None
     """The base model of the adapter; None without an adapter."""
+    batches: Sequence[Batch] = ()
+    """Micro-batches of the last step."""
+    grid_rows: Conditions | None = None
+    """Conditions of the rows of a sample grid, if the run draws any; `warm_up` chooses them."""
+
+    @property
+    def model(self) -> Denoiser:
+        return self.state.model
 
     @cached_property
-    def first_samples(self) -> tuple[Tensor, Tensor]:
-        """Labels, and numbers of the captions, of the first training samples in the order of seed
-        0, as many as the distances need. The first rank reads them; all ranks must read this
-        property together."""
+    def first_samples(self) -> Samples:
+        """The first training samples in the order of seed 0, as many as the distances need. The
+        first rank reads them; all ranks must read this property together."""
         cfg = self.cfg
         return self.ranks.broadcast_result(
             lambda: list_samples(
@@ -150,45 +156,48 @@ class Training:
             )
         )
 
-    @cached_property
-    def shown(self) -> Conditions:
-        """Conditions of the rows of a sample grid; all ranks must read it together."""
-        return self.choose_conditions(
-            "held_out" if self.loader.held_out_count else "train", GRID_ROWS
-        )
-
     def choose_conditions(self, source: str, count: int) -> Conditions:
         """Returns the conditions of `count` samples of the model: all classes in turn or, for a
-        model of captions, labels and captions of the data's first samples: held-out ones if
-        `source` is "held_out", and else `first_samples`. All ranks must call it together."""
+        model of texts, those of the data's first samples: held-out ones if `source` is "held_out",
+        and else `first_samples`. All ranks must call it together."""
         loader = self.loader
-        captions = loader.captions
-        if captions is None:
+        if loader.captions is None:
             labels = loader.spec.labels[:count]
             return Conditions.of_classes(loader.spec, labels, "balanced", self.device)
         if source == "held_out":
-            labels, numbers = list_samples(loader, source, count)
+            samples = list_samples(loader, source, count)
         else:
-            labels, numbers = (column[:count] for column in self.first_samples)
-        return Conditions(
-            source,
-            labels.to(self.device),
-            numbers.to(captions.device),
-            captions.texts,
-            captions.columns,
-        )
+            samples = self.first_samples[:, :count]
+        return Conditions.of_samples(source, samples, loader, self.device)
 
     def take_batches(self) -> list[Batch]:
         """Takes the micro-batches of one step from the loader."""
         return [next(self.loader) for _ in range(self.cfg.accumulation_steps)]
 
     def take_step(self) -> StepOutput:
-        """Takes one training step and advances the step and sample counters. Returns the step's
-        figures (loss, gradient norm, …) as scalar tensors on the device."""
-        self.step.schedule(self.state.samples)
-        output = self.step(self.take_batches())
-        self.state.advance(self.cfg.batch_size)
+        """Takes one training step: batches, update, meter and counters. Returns the step's figures
+        (loss, gradient norm, …) as scalar tensors on the device."""
+        state = self.state
+        step = self.step
+        with state.meter.measure_wait():
+            self.batches = self.take_batches()
+        step.mark("data")
+        step.schedule(state.samples)
+        output = step(self.batches)
+        step.mark("rest")
+        state.meter.update(output)
+        step.mark("logging")
+        state.advance(self.cfg.batch_size)
         return output
+
+    def close_window(self) -> dict[str, Any]:
+        """Ends the meter's log window and adds its skipped steps to the state. Returns the metrics
+        of the window."""
+        state = self.state
+        metrics = {"step": state.step, "samples": state.samples}
+        metrics |= state.meter.report(self.step.lr)
+        state.skipped_steps += metrics["skipped"]
+        return metrics
 
     def note_skipped_data(self) -> dict[str, int]:
         """Records in the state the damaged data blocks that any rank has skipped under
@@ -214,27 +223,15 @@ class Training:
         """Takes steps until compilation has ended, observes in one step which techniques are
         active, and then restores the state from before these steps. Returns the ledger of the
         techniques."""
-        # Choose the rows of grids now: the data may not be there later.
-        _ = self.cfg.sample_every and self.shown
+        if self.cfg.sample_every:
+            # Choose the rows of grids now: the data may not be there later.
+            source = "held_out" if self.loader.held_out_count else "train"
+            self.grid_rows = self.choose_conditions(source, GRID_ROWS)
         with self.state.preserve():
             self.step.schedule(0)
             ledger = self.stack.warm_up(lambda: self.step(self.take_batches()), self.model.blocks)
         self.state.meter.busy_ms = self.stack.busy_ms
         return ledger
-
-
-class Parts(NamedTuple):
-    """Functions that build the parts of a run; scripts.plan, which forecasts a run without its
-    data, replaces some of them."""
-
-    loader: Callable[..., LatentLoader] = build_loader
-    model: Callable[..., Denoiser] = build_model
-    kernels: Callable[..., dict[str, Any]] = prove_kernels
-    stack: Callable[..., AccelerationStack] = build_stack
-    weights: Callable[..., str | None] = load_base
-
-
-REAL_PARTS = Parts()
 
 
 def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> None:
@@ -250,59 +247,87 @@ def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> Non
         )
 
 
-def assemble(
+class Parts(NamedTuple):
+    """What of a run depends on its data, weights and device; plans (scripts/plan) use stand-ins."""
+
+    loader: LatentLoader
+    objective: Objective
+    base: Base | None
+    model: Denoiser
+    stack: AccelerationStack
+    kernels: dict[str, Any]
+
+
+def count_micro_batch(cfg: TrainConfig, ranks: Ranks) -> int:
+    """Returns the number of samples in a micro-batch of one process."""
+    return cfg.batch_size // cfg.accumulation_steps // ranks.world_size
+
+
+def build_parts(
     cfg: TrainConfig,
     device: torch.device,
-    ranks: Ranks = SINGLE,
+    ranks: Ranks,
     folder: Path | None = None,
-    parts: Parts = REAL_PARTS,
+    loader: LatentLoader | None = None,
+) -> Parts:
+    """Opens the data, unless it gets their `loader`, builds the model with the weights of an
+    adapter's base, and chooses kernels; see `assemble`."""
+    micro_batch = count_micro_batch(cfg, ranks)
+    level = find_text_level(cfg.model)
+    loader = loader or build_loader(cfg.data, cfg.seed, micro_batch, device, ranks, level)
+    loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
+    objective = build(cfg.objective, "objective", kind=Objective)
+    base = open_base(cfg, loader, ranks)
+    model = build_model(cfg.model, loader.spec, device)
+    refuse_unfit(cfg, loader, model)
+
+    stack = build_stack(cfg, device)
+    stack.on_process()
+    kernels = prove_kernels(stack, model, loader.spec, micro_batch, folder)
+    if base is not None:
+        rows = load_base(model, loader.spec, base, cfg.model)
+        ranks.say(f"the adapter's base is {base.file}{rows}")
+    return Parts(loader, objective, base, model, stack, kernels)
+
+
+def join_parts(cfg: TrainConfig, device: torch.device, ranks: Ranks, parts: Parts) -> Training:
+    """Adds the adapter and the objective's heads to the model, applies the techniques, and builds
+    optimizer, state and step."""
+    loader, objective, base, model, stack, kernels = parts
+    if base is not None:
+        add_adapter(model, cfg.adapter, base.new_classes)
+    network = ModelWithHeads(model)
+    objective.attach_heads(network)
+
+    # Apply the techniques before building the optimizer, because sharding replaces the parameters.
+    network = stack.on_model(network)
+    optimizer = build_optimizer(cfg.optim, network, stack)
+
+    # Build the state of the run, and the step, which changes that state.
+    ema = EMA(model, cfg.ema.half_life_samples, cfg.ema.ramp)
+    schedule = Schedule(total_samples=cfg.total_samples, **vars(cfg.schedule))
+    peak = find_peak_flops(device, stack.precision)
+    meter = Meter(cfg.batch_size, model.tokens, network.count_train_flops(), peak, ranks)
+    spikes = None
+    if cfg.guards.spike_sigmas:
+        spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
+    state = TrainState(network, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
+    if cfg.ema.snapshots:
+        state.power_averages = [PowerAverage(model, length) for length in LENGTHS]
+    step = stack.on_step(TrainStep(cfg, state, objective, schedule))
+    micro_batch = count_micro_batch(cfg, ranks)
+    return Training(cfg, device, ranks, micro_batch, loader, stack, state, step, kernels, base)
+
+
+def assemble(
+    cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE, folder: Path | None = None
 ) -> Training:
     """Builds the loader, the model, its techniques, the optimizer, the state and the step.
 
     `folder` is the run folder; if the run chose fused kernels before, the folder holds that choice.
     Raises UserError, with a one-sentence message, if a part cannot be built.
     """
-    # Build the loader, the objective and the model.
-    micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
-    loader = parts.loader(
-        cfg.data, cfg.seed, micro_batch, device, ranks, find_text_level(cfg.model)
-    )
-    loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
-    objective = build(cfg.objective, "objective")
-    base = open_base(cfg, loader, ranks)
-    model = parts.model(cfg.model, loader.spec, device)
-    refuse_unfit(cfg, loader, model)
-
-    # Apply the techniques before building the optimizer, because sharding replaces the parameters.
-    stack = parts.stack(cfg, device)
-    stack.on_process()
-    kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
-    if base is not None:
-        rows = parts.weights(model, loader.spec, base, cfg.model)
-        if rows:
-            ranks.say(f"the adapter's base is {base.file}{rows}")
-        add_adapter(model, cfg.adapter, base.new_classes)
-    if hasattr(objective, "attach_heads"):
-        objective.attach_heads(model)
-    model = stack.on_model(model)
-    optimizer = build_optimizer(cfg.optim, model, stack)
-
-    # Build the state of the run, and the step, which changes that state.
-    ema = EMA(model, cfg.ema.half_life_samples, cfg.ema.ramp)
-    schedule = Schedule(total_samples=cfg.total_samples, **vars(cfg.schedule))
-    peak = find_peak_flops(device, stack.precision)
-    flops = count_passes(model) * model.flops_per_sample()
-    meter = Meter(cfg.batch_size, model.tokens, flops, peak, ranks)
-    spikes = None
-    if cfg.guards.spike_sigmas:
-        spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
-    state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
-    if cfg.ema.snapshots:
-        state.power_averages = [PowerAverage(model, length) for length in LENGTHS]
-    step = stack.on_step(TrainStep(cfg, state, objective, schedule))
-    return Training(
-        cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base
-    )
+    return join_parts(cfg, device, ranks, build_parts(cfg, device, ranks, folder))
 
 
 def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict[str, Any]:

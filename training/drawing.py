@@ -17,86 +17,105 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
+from common.condition import Condition
 from common.config.schema import SamplingConfig
 from common.encoded_text import EncodedText
 from common.errors import UserError
 from common.text import split_lines
 from data.loader import LatentLoader
 from data.spec import LatentSpec
-from models.sampler import STEP_STRIDE, add_text, make_guided_velocity, sample
+from models.sampler import STEP_STRIDE, make_guided_velocity, sample
 from training.inputs import build_loader
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Labels and captions for any number of samples. Sample i has those of entry i mod N, so they
-    depend on i alone."""
+    """What any number of samples is drawn of. Sample i has the label and the text of entry i mod N,
+    so they depend on i alone."""
 
     source: Any
     """Value that protocols record: "balanced" for all classes, the numbers of the classes, "data",
     "train" or "held_out" for the samples of the data, or a hash of labels and prompts."""
     labels: Int[Tensor, "N"]
     rows: Int[Tensor, "N"]
-    """Rows of `captions`, on its device; the labels again if there are none."""
+    """Rows of `texts`, on its device; the labels again if there are none."""
     names: list[str]
-    """Names of the classes, or texts of captions, by number."""
-    captions: EncodedText | None = None
+    """Names of the classes, or texts, by `Condition.numbers`."""
+    texts: EncodedText | None = None
 
     @classmethod
     def of_classes(
         cls, spec: LatentSpec, labels: Sequence[int], source: Any, device: torch.device
     ) -> Conditions:
-        """Makes the conditions for samples of these classes, without captions."""
+        """Makes the conditions for samples of these classes, without texts."""
         table = torch.tensor(labels, device=device)
         return cls(source, table, table, spec.names)
 
-    def __call__(self, position: Int[Tensor, "B"]) -> tuple[Int[Tensor, "B"], EncodedText | None]:
-        """Returns the labels of samples, given by number, and their captions, if they have any."""
+    @classmethod
+    def of_samples(
+        cls, source: str, samples: Samples, loader: LatentLoader, device: torch.device
+    ) -> Conditions:
+        """Makes the conditions of the samples of a loader that `list_samples` listed."""
+        labels, numbers = samples
+        table = loader.captions
+        if table is None:
+            return cls(source, labels.to(device), labels.to(device), loader.spec.names)
+
+        # Keep those rows of the table that are needed.
+        used, rows = numbers.to(table.device).unique(return_inverse=True)
+        return cls(source, labels.to(device), rows, table.texts, table.columns.select(used))
+
+    def __call__(self, position: Int[Tensor, "B"]) -> Condition:
+        """Returns the conditions of samples, given by number."""
         place = position % len(self.labels)
         labels = self.labels[place]
-        if self.captions is None:
-            return labels, None
+        if self.texts is None:
+            return Condition(labels)
         rows = self.rows[place.to(self.rows.device)]
-        return labels, self.captions.select(rows).to(position.device)
+        return Condition(labels, self.texts.select(rows).to(position.device))
 
     def list_numbers(self) -> list[int]:
         """Returns the places of all N entries in `names`."""
-        numbers = self.rows if self.captions is None else self.captions.numbers[self.rows]
+        numbers = self.labels if self.texts is None else self.texts.numbers[self.rows]
         return numbers.tolist() if self.names else []
 
+    def note_rows(self, rows: int, classes: int) -> str:
+        """Returns a note for a grid with a row for each of `rows` of the data's classes; empty if
+        these are all, or if the rows are texts."""
+        return f"{rows} of {classes} classes" if self.texts is None and classes > rows else ""
+
     def list_names(self, count: int) -> dict[str, str]:
-        """Returns number, as text -> name, for all classes or captions of the first `count`
-        samples; empty if the data has no classes."""
+        """Returns number, as text -> name, for all classes or texts of the first `count` samples;
+        empty if the data has no classes."""
         return {
             str(number): self.names[number] for number in sorted({*self.list_numbers()[:count]})
         }
 
 
-def list_samples(
-    loader: LatentLoader, source: str, count: int
-) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
-    """Returns the labels of the first `count` samples of a loader, held-out ones if `source` is
-    "held_out", and the numbers of their captions, if the loader reads captions; else the labels
-    again; on the CPU. Raises UserError if there are no held-out samples."""
+Samples = Int[Tensor, "2 N"]
+"""Labels, and `Condition.numbers`, of samples."""
+
+
+def list_samples(loader: LatentLoader, source: str, count: int) -> Samples:
+    """Lists the first `count` samples of a loader, held-out ones if `source` is "held_out", on the
+    CPU. Raises UserError if there are no held-out samples."""
     batches = loader.held_out(loader.batch_size) if source == "held_out" else loader
-    rows = [
-        (batch.labels, batch.labels if batch.text is None else batch.text.numbers)
-        for batch in islice(batches, -(-count // loader.batch_size))
-    ]
-    if not rows:
+    conditions = [batch.condition for batch in islice(batches, -(-count // loader.batch_size))]
+    if not conditions:
         raise UserError(
             "prompts=held_out: the data has no held-out samples; take prompts=train or a file."
         )
-    labels, numbers = (torch.cat(column)[:count].cpu() for column in zip(*rows, strict=True))
-    return labels, numbers
+    return torch.cat([torch.stack((c.labels, c.numbers)) for c in conditions], dim=1)[
+        :, :count
+    ].cpu()
 
 
 def open_data(
     node: dict[str, Any], spec: LatentSpec, seed: int, level: str = "none", batch_size: int = 256
 ) -> LatentLoader:
     """Opens the data `node` on which a model of the set `spec` was trained; latents go to host
-    memory, not onto the device. `level` says what is read of the captions (see `LoaderArgs`).
-    Raises UserError if the data are another set now."""
+    memory, not onto the device. `level` says what is read of texts (see `LoaderArgs`). Raises
+    UserError if the data are another set now."""
     loader = build_loader(node, seed, batch_size, torch.device("cpu"), text=level)
     # Made data have no path, and their fingerprint may have the seed.
     if "path" in node and spec.fingerprint != loader.spec.fingerprint:
@@ -106,22 +125,6 @@ def open_data(
             "labels=balanced, prompts=<file>."
         )
     return loader
-
-
-def read_conditions(
-    source: str, loader: LatentLoader, count: int, device: torch.device
-) -> Conditions:
-    """Reads the labels, and the captions, of the first `count` samples of a loader on the host: for
-    the source "held_out" held-out samples with their first captions, else training samples with the
-    captions that training takes."""
-    labels, numbers = list_samples(loader, source, count)
-    table = loader.captions
-    if table is None:
-        return Conditions(source, labels.to(device), numbers, loader.spec.names)
-
-    # Keep those rows of the table that are needed.
-    used, rows = numbers.unique(return_inverse=True)
-    return Conditions(source, labels.to(device), rows, table.texts, table.columns.select(used))
 
 
 def read_prompts(file: str) -> list[str]:
@@ -143,7 +146,7 @@ def check_guidance(
     spec: LatentSpec, text_level: str, guidance: float, key: str = "guidance"
 ) -> None:
     """Raises a UserError if guidance is on (not 1) but the data has no classes and the model reads
-    no captions; its message names `key`, the configuration key of `guidance`."""
+    no texts; its message names `key`, the configuration key of `guidance`."""
     if guidance != 1.0 and not spec.num_classes and text_level == "none":
         captions = "model.conditioning=text, for it has captions, or " if spec.text else ""
         raise UserError(
@@ -154,22 +157,21 @@ def check_guidance(
 def draw_latents(
     model: Callable[..., Tensor],
     spec: LatentSpec,
-    labels: Int[Tensor, "B"],
+    condition: Condition,
     position: Int[Tensor, "B"],
     seed: int,
     sampling: SamplingConfig,
-    text: EncodedText | None = None,
 ) -> Float[Tensor, "B C H W"]:
     """Samples raw latents, which the autoencoder can decode. The noise of a sample depends only on
-    `seed` and the sample's entry of `position`. `text` has a caption for each sample."""
+    `seed` and the sample's entry of `position`."""
 
     def fresh(step: int) -> Tensor:
         return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, spec.shape)
 
     noise = counter_normal(seed, Purpose.SAMPLE, position, spec.shape)
     velocity = make_guided_velocity(
-        add_text(model, text),
-        labels,
+        model,
+        condition,
         spec.null_label,
         sampling.guidance,
         sampling.guidance_interval,

@@ -28,6 +28,16 @@ TIME_BUCKETS = 4
 returns a loss for each interval."""
 
 
+def score(training: Training, distances: Callable[[], dict[str, float]] | None) -> dict[str, float]:
+    """Returns the scores that are due after the last step, metric name -> value: of `evaluate`, and
+    of `distances`, which compares samples with images (None: never)."""
+    cfg = training.cfg
+    state = training.state
+    with state.meter.pause():
+        scores = evaluate(training) if state.is_due(cfg.eval_every) else {}
+        return scores | (distances() if distances and state.is_due(cfg.fd_every) else {})
+
+
 @CLOCK.count_as("evaluation")
 @torch.no_grad()
 def evaluate(training: Training) -> dict[str, float]:
@@ -86,7 +96,7 @@ def share_work(
 @CLOCK.count_as("sampling")
 def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
     """Writes an image to `file` with a row of samples, `sampling.per_class` of them, for each of
-    ten classes or captions (`Training.shown`), next to its name; returns `file`.
+    ten classes or texts (`Training.grid_rows`), next to its name; returns `file`.
 
     The noise depends only on the seed and the place in the grid, so the grids of a run show how the
     same samples change during training.
@@ -95,7 +105,8 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
     spec = training.loader.spec
     ranks = training.ranks
     columns = cfg.sampling.per_class
-    conditions = training.shown
+    conditions = training.grid_rows
+    assert conditions is not None
     count = len(conditions.labels)
     rows = torch.arange(count, device=training.device).repeat_interleave(columns)
     places = torch.arange(len(rows), device=training.device)
@@ -103,17 +114,15 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
     parts = places.split(max(1, training.micro_batch // 2))
 
     def draw_images(place: Tensor) -> Tensor:
-        labels, text = conditions(rows[place])
-        latents = draw_latents(
-            training.step.forward, spec, labels, place, cfg.seed, cfg.sampling, text
-        )
+        condition = conditions(rows[place])
+        velocity = training.step.compute_velocity
+        latents = draw_latents(velocity, spec, condition, place, cfg.seed, cfg.sampling)
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
     with training.state.use_averages():
         images = share_work(parts, len(parts), "batches of the sample grid", ranks, draw_images)
     if ranks.first:
         names = [conditions.names[number] for number in conditions.list_numbers()]
-        more = conditions.captions is None and len(spec.names) > count
-        note = f"{count} of {len(spec.names)} classes" if more else ""
+        note = conditions.note_rows(count, len(spec.names))
         write_grid(file, torch.cat(images).numpy(), columns, names=names, note=note)
     return file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from common.environment import memory_of
 from common.errors import DISK_ERRNOS, UserError, is_out_of_memory
 from common.files import make_folder, write_json
 from common.memory import GIB
-from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.load import describe_resume
 from training.checkpoint.save import Checkpoints
@@ -28,17 +27,13 @@ from training.run import RUNNING_FILE
 
 
 def end_if_failed(
-    training: Training,
-    folder: Path,
-    batches: Sequence[Batch],
-    checkpoints: Checkpoints,
-    request: Request,
+    training: Training, folder: Path, checkpoints: Checkpoints, request: Request
 ) -> None:
     """Raises UserError if the last `guards.max_skipped_in_row` steps were skipped, or a background
     save has failed. All ranks must call this function.
 
     If the steps were skipped, it also repeats the forward and backward pass of the last step on its
-    micro-batches, `batches`, without an update, and writes a report to a file in `folder/dumps`.
+    micro-batches, without an update, and writes a report to a file in `folder/dumps`.
     The report's key `samples` lists id, position in the stream, label, t and loss of each sample;
     its key `blocks` maps each part of the model to the norm of the part's gradient and the norm of
     its parameters.
@@ -51,8 +46,8 @@ def end_if_failed(
             content = {
                 "step": state.step,
                 "skipped_in_row": skipped,
-                "samples": describe_samples(training, batches),
-                "blocks": measure_norms(training, batches),
+                "samples": describe_samples(training),
+                "blocks": measure_norms(training),
             }
         file = folder / "dumps" / f"step-{state.step}.json"
         if training.ranks.first:
@@ -74,13 +69,13 @@ def end_if_failed(
 
 
 @torch.no_grad()
-def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+def describe_samples(training: Training) -> list[dict[str, Any]]:
     """Returns a dict (id, position, label, t, loss, extra terms) for each sample of the step, those
     of all ranks, sorted by the sample's position in the training stream."""
     rows = []
-    for batch in batches:
+    for batch in training.batches:
         losses = training.step.compute_losses(batch)
-        columns = {"id": batch.ids, "position": batch.position, "label": batch.labels}
+        columns = {"id": batch.ids, "position": batch.position, "label": batch.condition.labels}
         columns |= {"t": losses.t, **losses.name_terms()}
         for values in zip(*(column.tolist() for column in columns.values()), strict=True):
             rows.append(dict(zip(columns, map(to_json_number, values), strict=True)))
@@ -88,15 +83,17 @@ def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[
     return sorted((row for rows in rank_rows for row in rows), key=lambda row: row["position"])
 
 
-def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any]:
+def measure_norms(training: Training) -> dict[str, Any]:
     """Returns part of the model -> norms of the part's gradient and of its parameters."""
     step = training.step
-    step.accumulate(batches)
+    step.accumulate(training.batches)
     scale = 1.0 if step.scaler is None else float(step.scaler.scale)
 
     # Group the parameters by part: a block, or a top-level module outside of the blocks.
     parts: dict[str, list[torch.nn.Parameter]] = defaultdict(list)
-    for name, parameter in training.state.model.named_parameters():
+    network = training.state.network
+    heads = network.aux_heads.named_parameters("aux_heads")
+    for name, parameter in [*network.model.named_parameters(), *heads]:
         depth = 2 if name.startswith("blocks.") else 1
         parts[".".join(name.split(".")[:depth])].append(parameter)
 

@@ -6,6 +6,7 @@ Letters in shapes: B samples, C channels, H and W height and width of the latent
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,7 @@ from models.sampler import shift_times
 
 if TYPE_CHECKING:
     from data.loader import Batch
-    from models.denoiser import Denoiser
+    from training.heads import ModelWithHeads
 
 BETA = 0.05
 """Difference between two normalised values below which the smooth L1 distance is quadratic."""
@@ -67,7 +68,7 @@ class LatentHead(Layer):
             self.init_weights()
 
     def forward(
-        self, stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]
+        self, stream: Float[Tensor, "B L D"], embedded: Float[Tensor, "B D"]
     ) -> Float[Tensor, "B L E"]:
         return self.fc2(F.silu(self.fc1(stream)))
 
@@ -90,17 +91,41 @@ def compute_held_out_times(position: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     return torch.sigmoid(torch.special.ndtri(u)).float()
 
 
+class Objective(ABC):
+    """Base class of objectives: what a step minimises."""
+
+    def attach_heads(self, network: ModelWithHeads) -> None:  # noqa: B027 - most need none
+        """Attaches the auxiliary heads that the loss needs to the model."""
+
+    @abstractmethod
+    def compute_losses(
+        self,
+        network: Callable[..., tuple[Tensor, Mapping[str, Tensor]]],
+        batch: Batch,
+        *,
+        seed: int,
+        null_label: int,
+        drop_path_depth: int = 0,
+        held_out: bool = False,
+    ) -> tuple[Any, ...]:
+        """Returns the `Losses` of a batch's samples, or only the pair of losses and times.
+
+        `network` is the forward pass of `ModelWithHeads`, with all techniques. `null_label` is the
+        label that drops a condition, `drop_path_depth` the number of blocks with stochastic depth,
+        0 if the model has none. Every random draw must be a function of `seed` and the samples'
+        positions."""
+
+
 @dataclass
-class FlowMatching:
+class FlowMatching(Objective):
     """Flow-matching loss: mean squared error of the model's velocity on straight paths from data to
     noise.
 
     The path from latents z to noise ε is x = (1-t)·z + t·ε, and the target velocity is v = ε - z
     (Lipman et al. 2023; Liu et al. 2023). t is logit-normal (`logit_mean`, `logit_std`; Esser et
     al. 2024), then shifted by `timestep_shift`; on held-out data `compute_held_out_times` gives t.
-    The null label replaces a share `label_dropout` of the labels: classifier-free guidance needs a
-    model that is also trained without labels. A model of captions drops the caption of these
-    samples.
+    A share `label_dropout` of the samples has its condition dropped: classifier-free guidance needs
+    a model that is also trained without one.
 
     If `align_weight` is above 0, a small MLP (`LatentHead`) estimates the clean latents from the
     residual stream after block `align_block`, from 1 (null: after a third of the blocks), and
@@ -130,16 +155,12 @@ class FlowMatching:
         if self.align_weight < 0.0:
             raise UserError(f"objective.align_weight={self.align_weight} must be at least 0.")
 
-    def attach_heads(self, model: Denoiser) -> None:
-        """Attaches to the model the auxiliary head that the loss needs, if any. UserError if there
-        is no block of the number `align_block`."""
+    def attach_heads(self, network: ModelWithHeads) -> None:
+        """Attaches the auxiliary head that the loss needs, if any. UserError if there is no block
+        of the number `align_block`."""
         if not self.align_weight:
             return
-        if not hasattr(model, "attach"):
-            raise UserError(
-                f"objective.align_weight={self.align_weight} needs a subclass of "
-                f"models.denoiser.Denoiser, and {type(model).__name__} is none; set it to 0."
-            )
+        model = network.model
         block = self.align_block
         if block is None:
             block = max(1, round(model.depth / 3))
@@ -147,13 +168,14 @@ class FlowMatching:
             raise UserError(
                 f"objective.align_block={block} must be from 1 to model.depth={model.depth}."
             )
+        network.tap("latent", block, f"objective.align_weight={self.align_weight}")
         weight = model.head.weight
         with torch.device(weight.device):
-            model.attach("latent", LatentHead(model.dim, len(weight)), block)
+            network.aux_heads["latent"] = LatentHead(model.dim, len(weight))
 
     def compute_losses(
         self,
-        model: Callable[..., Tensor],
+        network: Callable[..., tuple[Tensor, Mapping[str, Tensor]]],
         batch: Batch,
         *,
         seed: int,
@@ -161,14 +183,11 @@ class FlowMatching:
         drop_path_depth: int = 0,
         held_out: bool = False,
     ) -> Losses:
-        """Returns loss and time t of each sample. Noise, t and dropped labels depend only on (seed,
-        position), on held-out data t only on the position; training and held-out data have
-        different values.
-
-        `drop_path_depth` is the number of blocks with stochastic depth; 0 if the model has none.
-        """
+        """Returns loss and time t of each sample. Noise, t and dropped conditions depend only on
+        (seed, position), on held-out data t only on the position; training and held-out data have
+        different values."""
         latents = batch.latents
-        labels = batch.labels
+        condition = batch.condition
         position = batch.position
 
         # Draw counter-based noise, so that a resumed run, or one with another number of ranks,
@@ -176,8 +195,8 @@ class FlowMatching:
         purpose = Purpose.EVAL_NOISE if held_out else Purpose.NOISE
         noise = counter_normal(seed, purpose, position, latents.shape[1:])
 
-        # In training only, draw t, replace a share of the labels by the null label, and drop blocks
-        # by stochastic depth.
+        # In training only, draw t, drop a share of the conditions, and drop blocks by stochastic
+        # depth.
         extra: dict[str, Any] = {}
         if held_out:
             t = compute_held_out_times(position)
@@ -186,29 +205,20 @@ class FlowMatching:
             t = torch.sigmoid(self.logit_mean + self.logit_std * normal)
             t = shift_times(t, self.timestep_shift)
             drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)
-            labels = torch.where(drop < self.label_dropout, null_label, labels)
+            condition = condition.drop(drop < self.label_dropout, null_label)
             if drop_path_depth:
                 extra["drop_uniforms"] = counter_uniform(
                     seed, Purpose.DROP_PATH, position, drop_path_depth
                 )
 
-        if batch.text is not None:
-            extra["text"] = batch.text
-
         # Compare the model's velocity at x with the velocity of the path, noise - latents.
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
-        result = model(x, t, labels, **extra)
-        velocity, outputs = result if isinstance(result, tuple) else (result, {})
+        velocity, outputs = network(x, t, condition.y, **extra)
         target = noise - latents
         terms = {}
         if "internal" in outputs:
             terms["internal"] = measure_square(outputs["internal"], target)
-        if self.align_weight and not held_out:
-            if "latent" not in outputs:
-                raise UserError(
-                    f"objective.align_weight={self.align_weight}: the model's forward has not run "
-                    "the head that the objective attached; run Denoiser's forward, or set it to 0."
-                )
+        if "latent" in outputs:
             guess = outputs["latent"].float()
             distance = F.smooth_l1_loss(guess, latents, reduction="none", beta=BETA)
             # Keep the term when it has ended: without it ddp would wait for the head's gradients.

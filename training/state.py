@@ -19,7 +19,8 @@ from common.errors import UserError
 from common.trees import flatten, nest
 from data.loader import LatentLoader
 from models.adapters import find_adapted_layers, find_trained_parameters
-from models.denoiser import Denoiser, drop_aux_heads, select_aux_heads
+from models.denoiser import Denoiser
+from training.heads import ModelWithHeads
 from training.optim.ema import EMA
 from training.optim.power_averages import PowerAverage
 from training.optim.spikes import SpikeGuard
@@ -78,7 +79,7 @@ class TrainState:
     generators, for models that use them.
     """
 
-    model: Denoiser
+    network: ModelWithHeads
     optimizer: torch.optim.Optimizer
     ema: EMA
     loader: LatentLoader
@@ -100,6 +101,10 @@ class TrainState:
     differences of two checkpoints in all parts one knows how sure the difference of their losses
     is."""
     layouts = LAYOUTS
+
+    @property
+    def model(self) -> Denoiser:
+        return self.network.model
 
     def advance(self, samples: int) -> None:
         self.step += 1
@@ -133,7 +138,7 @@ class TrainState:
             "averages": dict(
                 flatten({f"{a.length:.0%}": a.state_dict() for a in self.power_averages})
             ),
-            "aux_heads": select_aux_heads(self.model.state_dict()),
+            "aux_heads": self.network.aux_heads.state_dict(prefix="aux_heads."),
             "optimizer": dict(flatten(self.optimizer.state_dict()["state"])),
             "techniques": dict(flatten(self.stack.state_dict())),
             "guards": self.spikes.state_dict() if self.spikes else {},
@@ -147,7 +152,9 @@ class TrainState:
         """Loads what `state_dict` returned. Hyper-parameters, such as the learning rate, come from
         the configuration, not from `state`. Raises UserError if the tensors do not fit the model,
         or if a counter is no integer of at least 0."""
-        load_weights(self.model, {**state["model"], **state["aux_heads"]})
+        load_weights(self.model, state["model"])
+        heads = {n.removeprefix("aux_heads."): t for n, t in state["aux_heads"].items()}
+        load_weights(self.network.aux_heads, heads)
         self.ema.load_state_dict(state["ema"])
         averages = nest(state["averages"])
         for average in self.power_averages:
@@ -183,11 +190,11 @@ class TrainState:
             self.ema.swap_in(),
             torch.compiler.set_stance("force_eager"),
         ):
-            self.model.eval()
+            self.network.eval()
             try:
                 yield
             finally:
-                self.model.train()
+                self.network.train()
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
@@ -206,11 +213,11 @@ class TrainState:
 
 def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of a model that the file of its weights stores, by name: all tensors, or,
-    if the model has an adapter, only the trained ones; never those of auxiliary heads."""
+    if the model has an adapter, only the trained ones."""
     tensors = model.state_dict()
     if find_adapted_layers(model):
         tensors = {name: tensors[name] for name in find_trained_parameters(model)}
-    return drop_aux_heads(tensors)
+    return tensors
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -4,10 +4,10 @@ for the device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from accel.composite_optimizer import is_fused
 from accel.sharding import replicate_like, to_local, total_norm
 from common.config.schema import TrainConfig
 from data.loader import Batch
-from training.objective import FlowMatching, Losses
+from training.objective import Losses, Objective
 from training.optim.groups import list_grads
 from training.optim.schedule import Schedule
 from training.records.metrics import StepOutput
@@ -45,11 +45,10 @@ class TrainStep:
     """
 
     def __init__(
-        self, cfg: TrainConfig, state: TrainState, objective: FlowMatching, schedule: Schedule
+        self, cfg: TrainConfig, state: TrainState, objective: Objective, schedule: Schedule
     ) -> None:
-        # Techniques may replace the attributes from `model` to `scaler`.
-        self.model = state.model
-        self.forward: Callable[..., Tensor] = state.model
+        # Techniques may replace the attributes from `forward` to `scaler`.
+        self.forward: Callable[..., tuple[Tensor, Mapping[str, Tensor]]] = state.network
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.take_step
         self.mark: Callable[[str], None] = lambda phase: None
         self.synchronise: Callable[[bool], AbstractContextManager[object]] = lambda last: (
@@ -60,17 +59,17 @@ class TrainStep:
         self.phase = "the first step"
         """Current phase of the step; if memory runs out, the error message names this phase."""
 
+        self.model = state.network.model
         self.objective = objective
         self.optimizer = state.optimizer
         self.lr_schedule = schedule
         self.seed = cfg.seed
         self.batch_size = cfg.batch_size
         self.max_grad_norm = cfg.max_grad_norm or math.inf
-        self.parameters = list(state.model.parameters())
-        head = state.model.internal if getattr(state.model, "internal_block", 0) else None
-        internal = set(head.parameters()) if head else set()
-        self.internal_parameters = [p for p in self.parameters if p in internal]
-        self.other_parameters = [p for p in self.parameters if p not in internal]
+        self.parameters = list(state.network.parameters())
+        unclipped = set(state.network.list_unclipped())
+        self.unclipped_parameters = [p for p in self.parameters if p in unclipped]
+        self.clipped_parameters = [p for p in self.parameters if p not in unclipped]
 
         # Keep the learning rates of a fused optimizer on the device, so that a captured CUDA graph
         # sees new values.
@@ -100,9 +99,12 @@ class TrainStep:
             weight.fill_(average.compute_weight(end, self.batch_size))
         self.position.fill_(samples)
 
+    def compute_velocity(self, *inputs: Any, **options: Any) -> Tensor:
+        """Computes the model's velocity, with the arguments of its `forward`, for evaluation."""
+        return self.forward(*inputs, **options)[0]
+
     def compute_losses(self, batch: Batch, held_out: bool = False) -> Losses:
-        """Returns what the objective computes for each sample. A user's objective may also return a
-        plain tuple (loss, t), without extra terms."""
+        """Returns what the objective computes for each sample."""
         losses = self.objective.compute_losses(
             self.forward,
             batch,
@@ -151,14 +153,13 @@ class TrainStep:
         return tree_map(lambda scalar: scalar.to(output.loss.device), output)
 
     def measure_norm(self) -> Tensor:
-        """Returns the norm of the gradients without those of the internal head, which must not
-        change how the others are clipped; NaN if a gradient of the head is not finite. Clipping
-        divides the head's gradients by the same factor as all others."""
-        norm = total_norm(list_grads(self.other_parameters))
-        internal = list_grads(self.internal_parameters)
-        if not internal:
+        """Returns the norm of the gradients, which leaves out those of `list_unclipped`; NaN if one
+        of these is not finite. Clipping divides them by the same factor as all others."""
+        norm = total_norm(list_grads(self.clipped_parameters))
+        unclipped = list_grads(self.unclipped_parameters)
+        if not unclipped:
             return norm
-        return torch.where(total_norm(internal).isfinite(), norm, torch.nan)
+        return torch.where(total_norm(unclipped).isfinite(), norm, torch.nan)
 
     def accumulate(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Accumulates the gradients of the mean loss over all micro-batches, with the extra terms;

@@ -163,13 +163,14 @@ def make_recomputed(forward: Callable, **options: Any) -> Callable:
     pass runs the forward pass again."""
 
     # Use a closure, because compile(fullgraph=True) fails if `forward` is a functools.partial.
-    def forward_recomputed(*inputs: torch.Tensor) -> Any:
+    def forward_recomputed(*inputs: torch.Tensor, **more: Any) -> Any:
         # Let the recomputation restore the state that the random generator had in the first pass,
         # except while a CUDA graph is captured without a compiler: the state cannot be read then,
         # and our blocks draw no random numbers from generators.
         keep = torch.compiler.is_compiling() or not (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         )
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep, **options)
+        settings = {"use_reentrant": False, "preserve_rng_state": keep, **options}
+        return checkpoint(forward, *inputs, **settings, **more)
 
     return forward_recomputed

@@ -274,7 +274,11 @@ class WideWeightProducts(TorchDispatchMode):
         self.wide_weights: set[str] = set()
         # Weak reference to a storage -> name of its weight. While a weak reference exists, no other
         # storage gets the same address, even after the memory is freed.
-        self.names = {storage_of(p): name for name, p in model.named_parameters() if p.ndim >= 2}
+        self.names = {
+            storage_of(p): name.removeprefix("model.")
+            for name, p in model.named_parameters()
+            if p.ndim >= 2
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

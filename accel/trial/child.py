@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,15 @@ def draw_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed: 
 def run_both_passes(
     block: Any,
     inputs: Inputs,
+    options: Mapping[str, Any],
     autocast: AbstractContextManager[Any],
     seeds: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Runs a block forward, then backward from `seeds`, the gradients of the block's outputs. If
-    `seeds` is None, draws them from the normal distribution. Returns the seeds, for the next
-    call."""
+    """Runs a block forward with `options`, then backward from `seeds`, the gradients of the block's
+    outputs. If `seeds` is None, draws them from the normal distribution. Returns the seeds, for the
+    next call."""
     with autocast:
-        outputs = [t for t in block(*inputs) if t.requires_grad]
+        outputs = [t for t in block(*inputs, **options) if t.requires_grad]
     if seeds is None:
         seeds = [torch.randn_like(t) for t in outputs]
     torch.autograd.grad(outputs, [*inputs, *block.parameters()], seeds, allow_unused=True)
@@ -84,10 +85,13 @@ class Variant:
     """A copy of a block, set up as in the run (autocast, attention, checkpointing, compile), that
     uses the kernels of the runtime keys in `on`."""
 
-    def __init__(self, block: nn.Module, on: set[str], stack: AccelerationStack) -> None:
+    def __init__(
+        self, block: nn.Module, options: Mapping[str, Any], on: set[str], stack: AccelerationStack
+    ) -> None:
         block = copy.deepcopy(block)
         for key in on:
             switch(block, key, True)
+        self.options = options
         self.stack = stack
         model = nn.Module()
         model.blocks = nn.ModuleList([block])
@@ -96,7 +100,9 @@ class Variant:
         self.saved_bytes = 0
 
     def __call__(self, inputs: Inputs) -> None:
-        self.seeds = run_both_passes(self.block, inputs, self.stack.autocast(), self.seeds)
+        self.seeds = run_both_passes(
+            self.block, inputs, self.options, self.stack.autocast(), self.seeds
+        )
 
     def warm_up(self, inputs: list[Inputs]) -> bool:
         """Runs the block until it is compiled, and sets `saved_bytes`, the bytes that it saves for
@@ -105,7 +111,7 @@ class Variant:
         try:
             self.stack.run_until_it_works(lambda: [self(tensors) for tensors in inputs])
             with self.stack.autocast():
-                BlockProbe(self.block, notes)(*inputs[0])
+                BlockProbe(self.block, notes)(*inputs[0], **self.options)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return False
@@ -174,7 +180,7 @@ class Trial:
             inputs = draw_inputs(use["inputs"], PARITY_SAMPLES, self.device, seed=1)
             switch(block, key, True)
             with comparing:
-                run_both_passes(block, inputs, self.stack.autocast())
+                run_both_passes(block, inputs, use["options"], self.stack.autocast())
             switch(block, key, False)
         if not comparing.comparisons:
             return make_outcome("no operator of ours ran in a block")
@@ -188,14 +194,16 @@ class Trial:
         the backward pass, each with the kernel ("on") and without it ("off")."""
         block_indices = [i for i, block in enumerate(self.blocks) if find_switches(block, key)]
         most_frequent = max(block_indices, key=lambda i: self.job["blocks"][i]["blocks"])
-        metas = self.job["blocks"][most_frequent]["inputs"]
+        use = self.job["blocks"][most_frequent]
         samples = self.job["samples"]
-        inputs = [draw_inputs(metas, samples, self.device, seed) for seed in range(INPUT_SETS)]
+        inputs = [
+            draw_inputs(use["inputs"], samples, self.device, seed) for seed in range(INPUT_SETS)
+        ]
 
         others = {k for k, finding in self.findings.items() if finding["refusal"] is None} - {key}
         kernels = {"on": others | {key}, "off": others}
         variants = {
-            name: Variant(self.blocks[most_frequent], on, self.make_stack())
+            name: Variant(self.blocks[most_frequent], use["options"], on, self.make_stack())
             for name, on in kernels.items()
         }
         ready = {name: variant for name, variant in variants.items() if variant.warm_up(inputs)}

@@ -55,6 +55,8 @@ class Use(NamedTuple):
     blocks: int
     inputs: list[Any]
     """(shape, strides, dtype) of each input of `block`, from a run on two samples."""
+    options: dict[str, Any]
+    """Keyword arguments of `block`, which are no tensors."""
     kind: str
 
 
@@ -213,8 +215,12 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
     """Runs the model once by `forward()`. Returns one entry for each kind of block, with shapes,
     strides and dtypes of the block's inputs; if the blocks cannot be tried, a sentence that says
     why."""
-    inputs: dict[nn.Module, Any] = {}
-    hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in blocks_of(model)]
+    calls: dict[nn.Module, Any] = {}
+
+    def note_call(block: nn.Module, *call: Any) -> None:
+        calls[block] = call
+
+    hooks = [b.register_forward_pre_hook(note_call, with_kwargs=True) for b in blocks_of(model)]
     try:
         forward()
     finally:
@@ -222,7 +228,7 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
             hook.remove()
 
     uses: dict[str, Use] = {}
-    for block, tensors in inputs.items():
+    for block, (tensors, options) in calls.items():
         if not all(
             isinstance(t, Tensor) and t.is_floating_point() and len(t) == 2 for t in tensors
         ):
@@ -231,21 +237,20 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
                 "one row a sample"
             )
         metas = [[list(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")] for t in tensors]
-        kind = hash_kind(block, metas)
+        kind = hash_kind(block, [*metas, options])
         number = uses[kind].blocks + 1 if kind in uses else 1
-        uses[kind] = Use(block, number, metas, kind)
+        uses[kind] = Use(block, number, metas, options, kind)
     return list(uses.values())
 
 
 def hash_kind(block: nn.Module, metas: list[Any]) -> str:
-    """Hashes the classes of a block's modules, the modules' attributes that are tuples (such as the
-    grid of tokens), the names, shapes and dtypes of the block's tensors, and the shapes, strides
-    and dtypes of the block's inputs (`metas`). A trial tries only one of the blocks with the same
-    hash."""
+    """Hashes the classes of a block's modules, the modules' attributes that are tuples, the names,
+    shapes and dtypes of the block's tensors, and what it gets: shapes, strides and dtypes of its
+    inputs, and options (`metas`). A trial tries only one of the blocks with the same hash."""
     modules = []
     for module in block.modules():
-        grids = {name: value for name, value in vars(module).items() if isinstance(value, tuple)}
-        modules.append([f"{type(module).__module__}.{type(module).__qualname__}", grids])
+        tuples = {name: value for name, value in vars(module).items() if isinstance(value, tuple)}
+        modules.append([f"{type(module).__module__}.{type(module).__qualname__}", tuples])
     tensors = [[name, list(t.shape), str(t.dtype)] for name, t in block.state_dict().items()]
     return hashlib.sha256(json.dumps([modules, tensors, metas], default=str).encode()).hexdigest()
 
@@ -276,7 +281,9 @@ def run_trials(
         "samples": question.samples,
         "deterministic": question.deterministic,
         "runtime": question.runtime,
-        "blocks": [{"blocks": use.blocks, "inputs": use.inputs} for use in uses],
+        "blocks": [
+            {"blocks": use.blocks, "inputs": use.inputs, "options": use.options} for use in uses
+        ],
     }
     with tempfile.TemporaryDirectory(prefix="fastlatent-trial-") as name:
         folder = Path(name)

@@ -1,7 +1,7 @@
 """Softmax attention over all tokens of the grid or within windows of it, with axial rotary position
 embedding.
 
-Letters: B samples, L tokens, T tokens of a caption, D width, K heads, P head dim.
+Letters: B samples, L tokens, T tokens of a text, D width, K heads, P head dim.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from accel.kernels.attention.attend import attend
 from accel.kernels.attention.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
 from models.layers import Layer, Ranges, axial_angles, count_heads, cut_rows, init_linear
+from models.shape import Grid
 from models.text import TextKeys
 
 
-def axial_rotations(
-    grid: tuple[int, int], head_dim: int, base: float = 100.0
-) -> Float[Tensor, "2 L P"]:
+def axial_rotations(grid: Grid, head_dim: int, base: float = 100.0) -> Float[Tensor, "2 L P"]:
     """Returns the cosines and sines of 2-D RoPE, stacked (2, L, P): a token's row gives the angles
     for the first half of a head's channels, its column those for the second half.
 
@@ -52,7 +51,7 @@ class Attention(Layer):
     windows. Unlike in Swin (Liu et al. 2021, https://arxiv.org/abs/2103.14030) nothing wraps
     around: windows at the edges are smaller.
 
-    If `text_tokens` is T > 0, each token also attends to the T tokens of its sample's caption, as
+    If `text_tokens` is T > 0, each token also attends to the T tokens of its sample's text, as
     in PRX (https://huggingface.co/blog/Photoroom/prx-part1): these have their own map to keys and
     values, their own RMSNorm of keys and no rotation, and the image does not change them.
     """
@@ -66,7 +65,7 @@ class Attention(Layer):
         self,
         dim: int,
         head_dim: int,
-        grid: tuple[int, int],
+        grid: Grid,
         qk_norm: bool = True,
         eps: float = 1e-6,
         *,

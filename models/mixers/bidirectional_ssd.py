@@ -20,6 +20,7 @@ from accel.kernels.ssd.definition import (
 from accel.kernels.ssd.mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.ssd.operator import fused_bidirectional_ssd
 from models.layers import Layer, Ranges, count_heads, cut_rows, refuse_below_one
+from models.shape import Grid
 
 
 def init_steps(dt_bias: Tensor) -> None:
@@ -52,7 +53,7 @@ class BidirectionalSSD(Layer):
         self,
         dim: int,
         head_dim: int,
-        grid: tuple[int, int],
+        grid: Grid,
         expand: int = 2,
         state_dim: int = 64,
         eps: float = 1e-6,
@@ -66,12 +67,11 @@ class BidirectionalSSD(Layer):
         self.heads = count_heads(self.inner, head_dim, name="expand·dim")
         self.head_dim = head_dim
         self.state_dim = state_dim
-        self.grid = grid
-        if columns and layer % 2:
+        self.by_columns = columns and layer % 2 == 1
+        if self.by_columns:
             # Models are built on the meta device, and the order needs values.
             raster = torch.arange(grid[0] * grid[1], device="cpu").view(grid)
             self.order = raster.T.flatten()
-            self.grid = (grid[1], grid[0])
         self.eps = eps
         self.fused_scan = False
         self.fused_conv = False
@@ -97,9 +97,13 @@ class BidirectionalSSD(Layer):
         nn.init.ones_(self.D)
         nn.init.ones_(self.norm_weight)
 
-    def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+    def orient(self, grid: Grid) -> Grid:
+        """Returns the grid on which the tokens lie in this layer's order."""
+        return (grid[1], grid[0]) if self.by_columns else grid
+
+    def forward(self, h: Float[Tensor, "B L D"], grid: Grid) -> Float[Tensor, "B L D"]:
         projected = self.in_proj(h)
-        mix_inputs = (projected, self.conv_weight, self.conv_bias, self.grid)
+        mix_inputs = (projected, self.conv_weight, self.conv_bias, self.orient(grid))
         scan_inputs = (self.dt_bias, self.A_log, self.D, self.norm_weight, self.eps)
         if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC_TOKENS:
             y = fused_mixed_ssd(*mix_inputs, *scan_inputs)

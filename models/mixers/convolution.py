@@ -16,6 +16,7 @@ from accel.kernels.local_mix.operator import count_local_mix_flops, fused_local_
 from accel.kernels.swiglu.operator import silu_product
 from common.errors import UserError
 from models.layers import Layer, Ranges, cut_rows
+from models.shape import Grid
 
 
 class Convolution(Layer):
@@ -27,13 +28,10 @@ class Convolution(Layer):
     must, and ignores it.
     """
 
-    def __init__(
-        self, dim: int, head_dim: int, grid: tuple[int, int], expand: float = 4 / 3
-    ) -> None:
+    def __init__(self, dim: int, head_dim: int, grid: Grid, expand: float = 4 / 3) -> None:
         super().__init__()
         if expand <= 0.0:
             raise UserError(f"model.mixer.expand={expand} must be above 0.")
-        self.grid = grid
         self.inner = max(32, 32 * round(expand * dim / 32))
         self.fused_conv = False
         self.in_proj = nn.Linear(dim, 2 * self.inner, bias=False)
@@ -46,10 +44,10 @@ class Convolution(Layer):
         nn.init.dirac_(self.conv_weight, groups=self.inner)
         nn.init.zeros_(self.conv_bias)
 
-    def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+    def forward(self, h: Float[Tensor, "B L D"], grid: Grid) -> Float[Tensor, "B L D"]:
         z, x = self.in_proj(h).chunk(2, dim=-1)
         mix = fused_local_mix if self.fused_conv else local_mix
-        return self.out_proj(silu_product(z, mix(x, self.conv_weight, self.conv_bias, self.grid)))
+        return self.out_proj(silu_product(z, mix(x, self.conv_weight, self.conv_bias, grid)))
 
     def list_matrices(self) -> dict[Tensor, Ranges]:
         return super().list_matrices() | {self.in_proj.weight: cut_rows(self.inner, self.inner)}

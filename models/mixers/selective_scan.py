@@ -17,6 +17,7 @@ from accel.kernels.swiglu.operator import silu_product
 from models.layers import Layer, Ranges, cut_rows, refuse_below_one
 from models.mixers.bidirectional_ssd import init_steps
 from models.mixers.zigzag_ssd import make_zigzag_path
+from models.shape import Grid
 
 TAPS = 4
 """Number of taps of the convolution: a token and its three predecessors on the path."""
@@ -39,13 +40,7 @@ class SelectiveScan(Layer):
     """
 
     def __init__(
-        self,
-        dim: int,
-        head_dim: int,
-        grid: tuple[int, int],
-        layer: int,
-        expand: int = 2,
-        state_dim: int = 16,
+        self, dim: int, head_dim: int, grid: Grid, layer: int, expand: int = 2, state_dim: int = 16
     ) -> None:
         super().__init__()
         refuse_below_one({"mixer.expand": expand, "mixer.state_dim": state_dim})

@@ -11,13 +11,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from models.mixers.bidirectional_ssd import BidirectionalSSD
+from models.shape import Grid
 
 PATHS = 4
 """Number of paths. The paper has eight paths; four suffice here, because a scan in both directions
 covers a path and its reverse."""
 
 
-def make_zigzag_path(grid: tuple[int, int], layer: int) -> Int[Tensor, "L"]:
+def make_zigzag_path(grid: Grid, layer: int) -> Int[Tensor, "L"]:
     """Returns the path of a layer: element i is the index of the i-th token on it.
 
     Layer l takes path l mod 4. Even layers scan row by row, odd layers column by column. Paths 0
@@ -48,11 +49,14 @@ class ZigzagSSD(BidirectionalSSD):
         self,
         dim: int,
         head_dim: int,
-        grid: tuple[int, int],
+        grid: Grid,
         layer: int,
         expand: int = 2,
         state_dim: int = 64,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(dim, head_dim, (1, grid[0] * grid[1]), expand, state_dim, eps)
+        super().__init__(dim, head_dim, grid, expand, state_dim, eps)
         self.order = make_zigzag_path(grid, layer % PATHS)
+
+    def orient(self, grid: Grid) -> Grid:
+        return 1, grid[0] * grid[1]

@@ -39,7 +39,7 @@ from common.errors import UserError
 from models.denoiser import Denoiser
 from scripts.bench import TABLES, Words
 from scripts.commands import format_table, split_words
-from scripts.plan.counting import CPU, build_blank_model
+from scripts.plan.counting import build_blank_model
 from training.inputs import foresee_latents
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
@@ -171,7 +171,7 @@ def run_block(model: Denoiser, batch: int) -> tuple[int, Traffic, Traffic]:
     forward = Traffic()
     backward = Traffic()
     with torch.amp.autocast("cpu", torch.bfloat16), count_saved(block) as saved, forward:
-        outputs = block(*inputs)
+        outputs = block(*inputs, grid=model.grid)
     with backward:
         seeds = list(map(torch.empty_like, outputs))
         torch.autograd.grad(outputs, [*inputs, *block.parameters()], seeds)
@@ -183,7 +183,7 @@ def count_block(cfg: TrainConfig) -> BlockTraffic:
     and their casts drop out."""
     spec = foresee_latents(cfg, math.inf)[0]
     with FakeTensorMode():
-        model = switch_kernels(build_blank_model(cfg.model, spec, CPU))
+        model = switch_kernels(build_blank_model(cfg.model, spec))
         small, large = (run_block(model, batch) for batch in (2, 3))
     moves = [more.bytes - less.bytes for less, more in zip(small[1:], large[1:], strict=True)]
     return BlockTraffic(model, large[0] - small[0], moves)

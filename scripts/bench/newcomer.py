@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel.ledger import Ledger
+from common.condition import Condition
 from common.config.build import build
 from common.errors import UserError
 from data.loader import Batch
@@ -128,7 +129,7 @@ class NewcomersLoop(Loop):
         """Returns an iterator over the batches (latents, labels), on the device."""
         if self.items is None:
             self.source.load_state_dict({"samples_seen": 0})
-            return ((batch.latents, batch.labels) for batch in self.source)
+            return ((batch.latents, batch.condition.labels) for batch in self.source)
         loader = DataLoader(
             self.items,
             self.cfg.batch_size,
@@ -169,9 +170,13 @@ class NewcomersLoop(Loop):
     def compute_comparable_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
         """Computes the loss with the same noise and the same times t as the framework."""
         position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
-        batch = Batch(latents, labels, position, position)
+        batch = Batch(latents, Condition(labels), position, position)
         options = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
-        return self.objective.compute_losses(self.model, batch, **options)[0].mean()
+
+        def network(*inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.model(*inputs), {}
+
+        return self.objective.compute_losses(network, batch, **options)[0].mean()
 
     def compute_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
         """Computes the flow-matching loss as tutorials do: noise, times t and dropped labels come

@@ -117,14 +117,14 @@ class Workload(Loop):
         figures = super().describe_steps(step_ms)
         meter = self.training.state.meter
         flops_a_second = figures["samples_per_s"] * meter.train_flops
-        model = self.training.model
+        network = self.training.state.network
         rates = measure_rates(self.device) if meter.peak_flops else {}
         rate = 1e12 * rates.get(f"{self.cfg.runtime.precision}_product_tflops", 0.0)
         return figures | {
             "mfu": flops_a_second / meter.peak_flops if meter.peak_flops else None,
             "product_share": flops_a_second / rate if rate else None,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "tokens": model.tokens,
+            "parameters": sum(p.numel() for p in network.parameters()),
+            "tokens": network.tokens,
             "flops_a_sample": meter.train_flops,
         }
 
@@ -179,14 +179,7 @@ def time_phases(workload: Workload, steps: int) -> dict[str, float]:
     training.state.meter.begin_window()
     mark("start")
     for _ in range(steps):
-        batches = training.take_batches()
-        mark("data")
-        training.step.schedule(training.state.samples)
-        output = training.step(batches)
-        mark("rest")
-        training.state.meter.update(output)
-        mark("logging")
-        training.state.advance(workload.cfg.batch_size)
+        training.take_step()
     training.step.mark = lambda phase: None
 
     synchronise(workload.device)

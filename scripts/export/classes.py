@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
+from common.condition import Condition
 from common.encoded_text import EncodedText
 from common.errors import UserError
 from models.autoencoders import add_global_branch
@@ -24,13 +25,7 @@ from models.block import Norm
 from models.denoiser import Denoiser
 from models.images import select_rgb, to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions
-from models.sampler import (
-    STEP_STRIDE,
-    add_text,
-    check_internal_guidance,
-    make_guided_velocity,
-    sample,
-)
+from models.sampler import STEP_STRIDE, check_internal_guidance, make_guided_velocity, sample
 from models.text import Conditioning
 
 
@@ -87,20 +82,16 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         self,
         x: Tensor,
         t: Tensor,
-        y: Tensor,
+        y: Tensor | Condition,
         drop_uniforms: Tensor | None = None,
         internal_guidance: float | None = None,
-        text: EncodedText | None = None,
     ) -> Tensor:
         """Computes the velocity (B, C, H, W) in fp32. If the weights have 16 bits, matrix products
         run in the dtype of the weights; all other operations run in fp32."""
         if self.dtype == torch.float32:
-            result = super().forward(x, t, y, drop_uniforms, internal_guidance, text)
-        else:
-            with torch.autocast(x.device.type, self.dtype):
-                result = super().forward(x.float(), t, y, drop_uniforms, internal_guidance, text)
-        # In training mode the result is a pair, with the outputs of the heads.
-        velocity = result[0] if isinstance(result, tuple) else result
+            return super().forward(x, t, y, drop_uniforms, internal_guidance)
+        with torch.autocast(x.device.type, self.dtype):
+            velocity = super().forward(x.float(), t, y, drop_uniforms, internal_guidance)
         return velocity.float()
 
 
@@ -246,7 +237,7 @@ class FastlatentPipeline(DiffusionPipeline):
         model = self.transformer
         device = self._execution_device
         shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
-        label = torch.tensor(labels, device=device)
+        condition = Condition(torch.tensor(labels, device=device), text)
         position = torch.arange(len(labels), device=device)
 
         def fresh(step: int) -> Tensor:
@@ -258,8 +249,8 @@ class FastlatentPipeline(DiffusionPipeline):
             noise = latents.to(device)
         check_internal_guidance(model, settings["internal_guidance"])
         velocity = make_guided_velocity(
-            add_text(model, text),
-            label,
+            model,
+            condition,
             model.num_classes,
             settings["guidance"],
             settings["guidance_interval"],

@@ -26,13 +26,17 @@ from accel.device_memory import LiveBytes
 from accel.ledger import AUTO
 from accel.stack import AccelerationStack
 from accel.technique import Technique, find_switches
+from common.config.build import build
 from common.config.schema import ParallelConfig, TrainConfig
+from common.distributed.ranks import SINGLE
 from data.spec import LatentSpec
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
-from training.assemble import Parts, Training, assemble, build_stack
+from training.assemble import Parts, Training, build_stack, join_parts, refuse_unfit
+from training.objective import Objective
 from training.optim.groups import make_parameter_groups
 from training.preflight.memory import count_lasting_bytes, make_blank_batch
+from training.weights.first_weights import open_base
 from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")
@@ -97,11 +101,11 @@ def track_block(block: nn.Module, index: int, tracker: Tracker) -> Callable[...,
     block's forward pass and backward pass begin."""
     call = block._compiled_call_impl or block._call_impl
 
-    def call_and_track(*inputs: Tensor) -> Any:
+    def call_and_track(*inputs: Tensor, **options: Any) -> Any:
         tracker.enter("forward", index)
         if index == 0 and inputs[0].requires_grad:
             inputs[0].register_hook(lambda _: tracker.enter("embedding"))
-        outputs = call(*inputs)
+        outputs = call(*inputs, **options)
         tracker.enter("forward")
         for tensor in outputs:
             if tensor.requires_grad:
@@ -129,7 +133,7 @@ def build_planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
     return stack
 
 
-def build_blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device) -> Denoiser:
+def build_blank_model(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
     """Builds the model with zeros as weights; inside a FakeTensorMode these are fake tensors."""
     model = build_on_meta(node, spec)
     for module in model.modules():
@@ -144,15 +148,15 @@ def build_blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.
 def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
     """Assembles a run without its data. Fused kernels are used without their parity test. The
     weights of an adapter's base model stay zero, because no file is loaded."""
-    no_data: Any = SimpleNamespace(spec=spec)
-    parts = Parts(
-        loader=lambda *_: no_data,
-        model=build_blank_model,
-        kernels=lambda *_: {},
-        stack=lambda cfg, _: build_planned_stack(cfg, gpu),
-        weights=lambda *_: None,
-    )
-    training = assemble(cfg, CPU, parts=parts)
+    loader: Any = SimpleNamespace(spec=spec)
+    base = open_base(cfg, loader, SINGLE)
+    model = build_blank_model(cfg.model, loader.spec)
+    refuse_unfit(cfg, loader, model)
+    objective = build(cfg.objective, "objective", kind=Objective)
+    stack = build_planned_stack(cfg, gpu)
+    stack.on_process()
+    parts = Parts(loader, objective, base, model, stack, {})
+    training = join_parts(cfg, CPU, SINGLE, parts)
     if gpu:
         # Let `auto` take `flash` on the fake CPU tensors, because no kernel of a GPU keeps the
         # scores, as the products of a CPU do.
@@ -194,7 +198,7 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
     """Counts the bytes of the forward and backward passes of all micro-batches of a step."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         training = build_without_data(cfg, spec, gpu)
-        model = training.model
+        network = training.state.network
         step = training.step
         tracker = Tracker()
         batches = [
@@ -202,7 +206,7 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
         ]
 
         # Compile the blocks before the count, because compiling allocates tensors too.
-        if any(module._compiled_call_impl is not None for module in model.modules()):
+        if any(module._compiled_call_impl is not None for module in network.modules()):
             step.accumulate(batches)
             step.optimizer.zero_grad(set_to_none=True)
 
@@ -210,13 +214,13 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
         # memory.
         techniques = training.stack.techniques
         if not any(technique.hides_blocks() for technique in techniques):
-            for i, block in enumerate(model.blocks):
+            for i, block in enumerate(network.blocks):
                 block._compiled_call_impl = track_block(block, i, tracker)
         for technique in techniques:
             technique.copy_to_host = tracker.allocate_on_host()(technique.copy_to_host)
-        for parameter in find_trained_parameters(model).values():
+        for parameter in find_trained_parameters(network).values():
             parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
-        tracker.track([*model.parameters(), *model.buffers(), *tree_leaves(batches)])
+        tracker.track([*network.parameters(), *network.buffers(), *tree_leaves(batches)])
         start = tracker.live
         kept = 0.0
 
@@ -273,5 +277,5 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     temporary = max(0.0, tracker.peaks["optimizer", None].live - start)
     return lasting | {
         "temporary": temporary,
-        "part": count_largest_part(make_parameter_groups(training.model, cfg.optim)),
+        "part": count_largest_part(make_parameter_groups(training.state.network, cfg.optim)),
     }

@@ -127,7 +127,7 @@ def compare_ways(cfg: LargestConfig, words: list[str]) -> str:
             continue
         first = first or plan
         row = (
-            f"depth={plan.model.depth}",
+            f"depth={plan.network.model.depth}",
             f"{plan.parameters / 1e6:.0f} M",
             f"{plan.parameters / first.parameters:.1f}",
             plan.question.gpus,

@@ -23,7 +23,6 @@ from common.errors import UserError
 from common.memory import GIB
 from common.text import shorten_error
 from data.spec import LatentSpec
-from models.denoiser import Denoiser
 from scripts.plan.counting import (
     PassBytes,
     Peak,
@@ -33,7 +32,9 @@ from scripts.plan.counting import (
     count_update,
     with_few_blocks,
 )
+from training.heads import ModelWithHeads
 from training.inputs import foresee_latents
+from training.objective import Objective
 from training.optim.ema import EMA
 from training.optim.groups import make_parameter_groups
 from training.weights.first_weights import add_adapter, find_base
@@ -117,8 +118,8 @@ class Forecast:
     """Memory that a run needs on one GPU, extrapolated from models with few blocks."""
 
     question: Question
-    model: Denoiser
-    """The model at its full depth, on the meta device."""
+    network: ModelWithHeads
+    """The model and its heads at their full depth, on the meta device."""
     techniques: list[Technique]
     period: int
     """Number of blocks after which the pattern of blocks repeats: 2, for example, if a technique
@@ -134,11 +135,11 @@ class Forecast:
             return values[0]
         first, second = self.depths
         slope = (values[1] - values[0]) / (second - first)
-        return values[0] + slope * (self.model.depth - first)
+        return values[0] + slope * (self.network.model.depth - first)
 
     @cached_property
     def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return sum(p.numel() for p in self.network.parameters())
 
     @property
     def phase(self) -> str:
@@ -186,7 +187,9 @@ class Forecast:
             return 0.0
         if not self.question.cfg.runtime.parallel.reshard_after_forward:
             return 4.0 * self.parameters
-        return 8.0 * max(sum(p.numel() for p in block.parameters()) for block in self.model.blocks)
+        return 8.0 * max(
+            sum(p.numel() for p in block.parameters()) for block in self.network.blocks
+        )
 
     @cached_property
     def phases(self) -> dict[str, Needs]:
@@ -222,7 +225,7 @@ class Forecast:
 
         # The averages of the weights are updated part by part, each with an fp32 copy of the part,
         # so the copy of the largest part makes the peak.
-        parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
+        parts = [sum(a.numel() for _, a in part) for part in EMA(self.network.model, 1.0).parts]
         phases["optimizer"] = lasting._replace(workspace=self.count_update_bytes())
         phases["ema"] = lasting._replace(workspace=4.0 * max(parts) / question.shards)
 
@@ -242,7 +245,7 @@ class Forecast:
     def count_update_bytes(self) -> float:
         """Returns the temporary bytes of an update on one GPU. If the optimizer updates the
         parameters part by part, these are the bytes for its largest part."""
-        part = count_largest_part(make_parameter_groups(self.model, self.question.cfg.optim))
+        part = count_largest_part(make_parameter_groups(self.network, self.question.cfg.optim))
         sizes = [technique.count_part_bytes(part) for technique in self.techniques]
         part_sizes = [size for size in sizes if size is not None]
         if not part_sizes:
@@ -323,9 +326,8 @@ def count_run(question: Question) -> Forecast:
     model = build_on_meta(cfg.model, spec)
     if cfg.adapter:
         add_adapter(model, cfg.adapter, find_base(cfg, spec).new_classes)
-    objective = build(cfg.objective, "objective")
-    if hasattr(objective, "attach_heads"):
-        objective.attach_heads(model)
+    network = ModelWithHeads(model)
+    build(cfg.objective, "objective", kind=Objective).attach_heads(network)
     techniques = build_planned_stack(cfg, question.gpu).techniques
     # Kinds of blocks repeat every `period` blocks, under checkpointing and in a hybrid.
     period = max(technique.period for technique in techniques)
@@ -350,4 +352,4 @@ def count_run(question: Question) -> Forecast:
         for depth in depths
     ]
     updates = [count_once(count_update, with_few_blocks(cfg, depth, 1, 1)) for depth in depths]
-    return Forecast(question, model, techniques, period, depths, passes, updates)
+    return Forecast(question, network, techniques, period, depths, passes, updates)

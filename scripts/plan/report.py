@@ -28,7 +28,6 @@ from common.errors import UserError
 from common.files import read_object
 from common.memory import GIB
 from common.text import is_figure
-from models.adapters import count_passes
 from scripts.commands import format_table
 from scripts.plan.memory import ALLOCATOR_SLACK, CONTEXT_BYTES, Forecast, forecast, make_question
 from scripts.plan.savings import (
@@ -105,7 +104,7 @@ def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
                 f"mfu={cfg.mfu} is a share of a peak, and that of {card.name} is not known; give "
                 "samples_per_s."
             )
-        flops = count_passes(plan.model) * plan.model.flops_per_sample()
+        flops = plan.network.count_train_flops()
         return cfg.gpus * cfg.mfu * card.flops_16bit / flops
     if cfg.rate_of is None:
         return cfg.samples_per_s
@@ -175,7 +174,7 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "phase": plan.phase,
         "parts_gib": {part: size / GIB for part, size in plan.needs._asdict().items()},
         "phases_gib": {phase: needs.total / GIB for phase, needs in plan.phases.items()},
-        "kept_mib_a_block_and_sample": plan.kept / (plan.model.depth * samples * 2**20),
+        "kept_mib_a_block_and_sample": plan.kept / (plan.network.model.depth * samples * 2**20),
         "on_host_gib": plan.lasting["on_host"] / GIB,
         "micro_batch": samples,
         "largest_micro_batch": find_largest_micro_batch(plan, card.memory),

@@ -35,12 +35,14 @@ from common import workers
 from common.config import build
 from common.config.compose import apply_schema
 from common.config.schema import ParallelConfig, TrainConfig
+from common.distributed.ranks import SINGLE
 from common.environment import memory_of, set_deterministic
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.memory import GIB
 from common.text import shorten_error
 from data.caption_table import make_blank_table
+from data.loader import LatentLoader
 from data.spec import LatentSpec
 from data.synthetic import SyntheticLatents
 from scripts import timing
@@ -51,7 +53,7 @@ from scripts.plan.savings import (
     list_micro_batches,
     merge_values,
 )
-from training.assemble import Parts, Training, assemble
+from training.assemble import Training, build_parts, join_parts
 from training.inputs import find_text_level
 from training.preflight.length import measure_pauses
 from training.preflight.memory import refuse_large_step
@@ -253,16 +255,20 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
     affects the loss."""
     cfg = apply_schema(TrainConfig, job["cfg"], [])
 
-    def make_loader(_: Any, seed: int, micro_batch: int, device: torch.device, *_more: Any) -> Any:
+    runtime = replace(cfg.runtime, parallel=ParallelConfig())
+    single = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
+    device = torch.device(job["device"])
+
+    def make_loader() -> LatentLoader:
         spec = LatentSpec.from_dict(job["spec"])
         latents = SyntheticLatents(
             channels=spec.channels,
             height=spec.height,
             width=spec.width,
             num_classes=max(1, spec.num_classes),
-            count=max(64, micro_batch * cfg.accumulation_steps),
-            batch_size=micro_batch,
-            seed=seed,
+            count=max(64, single.batch_size),
+            batch_size=single.batch_size // cfg.accumulation_steps,
+            seed=cfg.seed,
             device=device,
         )
         latents.spec = spec
@@ -274,10 +280,9 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
 
     set_deterministic(cfg.deterministic)
     torch.manual_seed(cfg.seed)
-    runtime = replace(cfg.runtime, parallel=ParallelConfig())
-    single = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
-    parts = Parts() if "measure" in job else Parts(loader=make_loader)
-    training = assemble(single, torch.device(job["device"]), parts=parts)
+    loader = None if "measure" in job else make_loader()
+    parts = build_parts(single, device, SINGLE, loader=loader)
+    training = join_parts(single, device, SINGLE, parts)
 
     # Add noise to the initial weights: a new model returns zero, so its losses would hide every
     # error in a block.

@@ -136,7 +136,7 @@ def test_a_weight_that_is_multiplied_in_fp32_by_another_operation_is_named():
 def compute_in_fp32(block):
     forward = block.forward
     block.forward = torch.amp.autocast("cpu", enabled=False)(
-        lambda *inputs: forward(*(t.float() for t in inputs))
+        lambda *inputs, **more: forward(*(t.float() for t in inputs), **more)
     )
 
 
@@ -193,9 +193,11 @@ def test_a_technique_in_a_part_of_the_blocks_is_not_on(values, sabotage, where):
 
 def test_a_stream_rounded_between_two_blocks_is_seen(monkeypatch):
     forward = BlockProbe.forward
-    monkeypatch.setattr(
-        BlockProbe, "forward", lambda self, b, g, r, c: forward(self, b, g, r.bfloat16().float(), c)
-    )
+
+    def forward_rounded(self, b, g, r, c, **more):
+        return forward(self, b, g, r.bfloat16().float(), c, **more)
+
+    monkeypatch.setattr(BlockProbe, "forward", forward_rounded)
     assert ledger_of("dit", precision="bf16")["residual_in_fp32"].missing
 
 

@@ -218,9 +218,9 @@ def test_activations_that_other_hooks_keep():
     block = training.model.blocks[1]
     forward = block.forward
 
-    def keep_activations(*inputs):
+    def keep_activations(*inputs, **more):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            return forward(*inputs)
+            return forward(*inputs, **more)
 
     block.forward = keep_activations
     assert read_ledger(training)["offload_activations"].missing

@@ -47,11 +47,11 @@ def test_all_captions_of_a_sample_come_equally_often(kind, folder):
     """In 6 epochs a sample with k of 1, 2 or 3 captions has each of them 6 / k times."""
     loader = LOADERS[kind](folder, batch_size=12, text="pooled")
     stream = take(loader, 6 * 36 // 12)
-    seen = Counter(zip(stream.ids.tolist(), stream.text.numbers.tolist(), strict=True))
+    seen = Counter(zip(stream.ids.tolist(), stream.condition.numbers.tolist(), strict=True))
     for sample in range(36):
         times = [n for (i, _), n in seen.items() if i == sample]
         assert times == [6 // max(1, sample % 4)] * max(1, sample % 4)
-    empty = stream.text.numbers[stream.ids % 4 == 0]
+    empty = stream.condition.numbers[stream.ids % 4 == 0]
     assert empty.eq(30).all()
 
 
@@ -67,7 +67,7 @@ def test_the_first_caption_of_samples_is_random():
 
 def test_a_run_of_classes_reads_no_captions(folder):
     (folder / "captions-00000.tar").unlink()
-    assert next(resident(folder)).text is None
+    assert next(resident(folder)).condition.text is None
     with pytest.raises(DamagedBlockError, match="is missing"):
         resident(folder, text="pooled")
 
@@ -127,7 +127,7 @@ def test_captions_that_the_table_lacks(monkeypatch, tmp_path):
 def test_older_sets_have_no_captions(tmp_path):
     loader = resident(save_random_set(tmp_path, 8), text="tokens")
     assert loader.spec.text is None
-    assert next(loader).text is None
+    assert next(loader).condition.text is None
 
 
 def test_small_vectors_keep_their_direction_in_8_bits():

@@ -200,7 +200,7 @@ def test_samples_are_those_of_the_set(folder, open_set):
     normalise = loader.spec.make_normaliser(CPU)
     raw = draw_samples(whole.gather(stream.ids), 0, stream.position)
     assert torch.equal(stream.latents, normalise(raw))
-    assert torch.equal(stream.labels, whole.labels[stream.ids])
+    assert torch.equal(stream.condition.labels, whole.labels[stream.ids])
     held_out = draw_random_samples(5, 9)["latents"]
     assert torch.equal(join(loader.held_out(5)).latents, normalise(held_out))
 

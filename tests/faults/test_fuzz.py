@@ -106,8 +106,8 @@ def use_loader(folder, kind, on_corrupt, **options):
         ids = set()
         for batch in batches:
             assert batch.latents.isfinite().all()
-            assert 0 <= batch.labels.min() <= batch.labels.max()
-            assert batch.labels.max() < max(1, len(manifest.class_names))
+            assert 0 <= batch.condition.labels.min() <= batch.condition.labels.max()
+            assert batch.condition.labels.max() < max(1, len(manifest.class_names))
             ids.update(batch.ids.tolist())
         assert on_corrupt == "skip" or len(ids) == count
 

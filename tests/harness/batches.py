@@ -59,11 +59,15 @@ def take(loader, count):
     return join(islice(loader, count))
 
 
+def select(batch, rows):
+    return tree_map_only(torch.Tensor, lambda tensor: tensor[rows], batch)
+
+
 def sort_by_position(batch):
-    order = batch.position.argsort()
-    return tree_map_only(torch.Tensor, lambda tensor: tensor[order], batch)
+    return select(batch, batch.position.argsort())
 
 
 def assert_same(first, second):
     for name, a, b in zip(Batch._fields, first, second, strict=True):
-        assert (a is None and b is None) or all(map(torch.equal, *map(tree_leaves, (a, b)))), name
+        for left, right in zip(tree_leaves(a), tree_leaves(b), strict=True):
+            assert left is right is None or torch.equal(left, right), name

@@ -20,7 +20,7 @@ class WithExtraTerm(FlowMatching):
             return outputs[-1]
 
         losses = super().compute_losses(keep_output, batch, **options)
-        size = 2.0 * outputs[0].float().square().mean(dim=(1, 2, 3))
+        size = 2.0 * outputs[0][0].float().square().mean(dim=(1, 2, 3))
         return losses._replace(extra={"size": size})
 
 

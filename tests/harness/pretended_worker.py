@@ -11,7 +11,6 @@ import re
 import traceback
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -23,14 +22,17 @@ from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import is_fused
 from accel.techniques.fused_kernels import FusedKernel
+from common.condition import Condition
+from common.config.build import build
 from common.config.compose import compose
+from common.distributed.ranks import SINGLE
 from common.encoded_text import EncodedText
 from common.files import ROOT
 from data.loader import Batch
 from data.spec import LatentSpec, TextSpec
 from tests.harness.pretended_gpu import always, pretend_compiler, pretend_device, pretend_launches
 from tests.harness.steps import HEADS
-from training.assemble import Parts, assemble, build_stack
+from training.assemble import Parts, build_stack, join_parts
 from training.weights.pretrained import build_on_meta
 
 CUDA = torch.device("cuda")
@@ -173,12 +175,11 @@ def build_blank_model(node, spec, device):
     return model
 
 
-def accept_kernels(stack, model, *_):
+def accept_kernels(stack, model):
     """Accepts every fused kernel without proof."""
     for technique in stack.techniques:
         if isinstance(technique, FusedKernel) and technique.asks_for_proof(model):
             technique.on_fake_device()
-    return {}
 
 
 def assemble_run(words):
@@ -187,14 +188,13 @@ def assemble_run(words):
     cfg = compose(
         [f"model={family}_xs", f"runtime={preset}", "data=synthetic", "batch_size=8", *more]
     ).cfg
-    parts = Parts(
-        always(SimpleNamespace(spec=SPEC)),
-        build_blank_model,
-        accept_kernels,
-        partial(build_stack, alone=True),
-        always(None),
-    )
-    training = assemble(cfg, CUDA, parts=parts)
+    model = build_blank_model(cfg.model, SPEC, CUDA)
+    objective = build(cfg.objective, "objective")
+    stack = build_stack(cfg, CUDA, alone=True)
+    stack.on_process()
+    accept_kernels(stack, model)
+    parts = Parts(SimpleNamespace(spec=SPEC), objective, None, model, stack, {})
+    training = join_parts(cfg, CUDA, SINGLE, parts)
     assert not training.stack.reasons, f"could not be had: {training.stack.reasons}"
     training.step.update = training.step.take_step
     return training
@@ -208,7 +208,8 @@ def make_batches(training):
     if training.model.text_embed is not None:
         vectors = torch.empty(samples, 65, 256, dtype=torch.float16, device=CUDA)
         text = EncodedText(vectors[:, 0], vectors[:, 1:], numbers.int(), numbers)
-    return [Batch(latents, numbers, numbers, numbers, text)] * training.cfg.accumulation_steps
+    batch = Batch(latents, Condition(numbers, text), numbers, numbers)
+    return [batch] * training.cfg.accumulation_steps
 
 
 def take_steps(training, watched):

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from accel.saved_tensors import count_saved
+from common.condition import Condition
 from data.loader import Batch
 from data.manifest import Manifest
 from encoding.shards import ShardWriter
@@ -273,7 +274,7 @@ def measure_kept_bytes(training, samples):
     device = training.device
     latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
     numbers = torch.arange(samples, device=device)
-    batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
+    batch = Batch(latents, Condition(torch.zeros_like(numbers)), numbers, numbers)
     with torch.compiler.set_stance("force_eager"), count_saved(training.model) as kept:
         losses = training.step.compute_losses(batch)
     del losses

@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel.kernels.ssd import definition
 from common.config.build import build
 from common.config.compose import compose
-from models.denoiser import drop_aux_heads
 from models.layers import Layer, sincos_positions
 from models.mixers.attention import Attention
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.denoisers import FAMILIES, LATENTS, fill_zero_layers, make_denoiser, make_inputs
 from tests.harness.refusals import expect_refusal
+from training.heads import ModelWithHeads
 from training.objective import LatentHead
 
 # Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and
@@ -86,7 +86,9 @@ def add_up_stream(model, x, t, y, blocks):
         for layer in block.layers:
             h = F.rms_norm(z, (model.dim,), eps=1e-6) * (1 + next(vectors)) + next(vectors)
             order = getattr(layer, "order", torch.arange(model.tokens))
-            z = z + next(vectors) * layer(h[:, order])[:, order.argsort()]
+            more = {"grid": model.grid} if hasattr(layer, "conv_weight") else {}
+            more = {} if isinstance(layer, SelectiveScan) else more
+            z = z + next(vectors) * layer(h[:, order], **more)[:, order.argsort()]
     return z, vectors
 
 
@@ -104,13 +106,14 @@ def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
     velocity away from its estimate."""
     model = fill_zero_layers(make_denoiser(family, depth=3, internal_block=2))
     inputs = make_inputs(model)
-    plain, outputs = model(*inputs)
-    inner = outputs["internal"]
-    weights = model.state_dict()
+    network = ModelWithHeads(model)
+    plain = model(*inputs)
+    inner = network(*inputs)[1]["internal"]
     heads = {f"after_{block}": KeepStream() for block in (1, 2, 3)}
     for block, name in enumerate(heads, start=1):
-        model.attach(name, heads[name], block)
-    velocity, outputs = model(*inputs)
+        network.tap(name, block, "objective.key")
+    network.aux_heads.update(heads)
+    velocity, outputs = network(*inputs)
     assert torch.equal(velocity, plain)
     shapes = dict.fromkeys(("internal", *heads), plain.shape)
     assert {name: out.shape for name, out in outputs.items()} == shapes
@@ -118,8 +121,8 @@ def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
         stream, vectors = add_up_stream(model, *inputs, blocks)
         torch.testing.assert_close(head.stream, stream)
     torch.testing.assert_close(plain, estimate_velocity(model, stream, model.head, *vectors))
-    assert drop_aux_heads(model.state_dict()).keys() == weights.keys()
-    assert torch.equal(model.eval()(*inputs), plain)
+    network.eval()
+    assert network(*inputs)[1] == {}
 
     # The internal head has the same form as the last layers.
     _, t, y = inputs
@@ -132,18 +135,17 @@ def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
     guided = model(*inputs, internal_guidance=3.0)
     torch.testing.assert_close(guided, inner + 3 * (plain - inner))
     with torch.autocast("cpu", torch.bfloat16):
-        model.train()(*inputs)
+        network.train()(*inputs)
     assert all(head.stream.dtype == torch.float32 for head in heads.values())
 
 
 @pytest.mark.parametrize("family", PARAMETERS)
 def test_a_model_made_on_meta_has_the_same_initial_bits_each_time(family):
-    """Memory that is not initialised holds NaN here; auxiliary heads are part of the model."""
+    """Memory that is not initialised holds NaN here."""
 
     def make():
         with torch.device("meta"):
             model = make_denoiser(family, internal_block=1)
-            model.attach("latent", LatentHead(64, 16), 1)
         model.to_empty(device="cpu")
         for tensor in (*model.parameters(), *model.buffers()):
             torch.nn.init.constant_(tensor, float("nan") if tensor.is_floating_point() else -1)
@@ -237,9 +239,11 @@ def test_flops_agree_with_a_counter(family, size, side, monkeypatch):
     words = [f"{family}_{size}", "model.internal_block=1"]
     model = make_on_meta(*words, height=side, width=side).requires_grad_(False)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model.attach("latent", LatentHead(model.dim, model.head.out_features), 1)
-        model(torch.empty(1, 4, side, side), torch.empty(1), torch.zeros(1, dtype=torch.long))
-    expected = model.flops_per_sample()
+        network = ModelWithHeads(model)
+        network.tap("latent", 1, "objective.key")
+        network.aux_heads["latent"] = LatentHead(model.dim, model.head.out_features)
+        network(torch.empty(1, 4, side, side), torch.empty(1), torch.zeros(1, dtype=torch.long))
+    expected = network.count_train_flops() / 3
     for block in model.blocks:
         mixer = block.layers[0]
         if isinstance(mixer, SelectiveScan):

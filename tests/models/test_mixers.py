@@ -131,4 +131,5 @@ def test_odd_layers_scan_columns_as_a_plain_layer_scans_the_transposed_grid(grid
     plain.load_state_dict(layer.state_dict())
     h = torch.randn(2, *grid, 64)
     transposed = h.transpose(1, 2).flatten(1, 2)
-    torch.testing.assert_close(layer(h.flatten(1, 2)[:, layer.order]), plain(transposed))
+    columns = layer(h.flatten(1, 2)[:, layer.order], grid)
+    torch.testing.assert_close(columns, plain(transposed, grid[::-1]))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.condition import Condition
 from common.config.schema import SamplingConfig
 from models.sampler import make_guided_velocity, sample
 from tests.harness.steps import tiny_training
@@ -32,7 +33,8 @@ def test_every_setting_of_the_sampler_reaches_the_samples():
 
     def draw(*keys):
         cfg = SamplingConfig(**{"steps": 4} | {key: settings[key] for key in keys})
-        return draw_latents(training.model, training.loader.spec, labels, labels, 0, cfg)
+        spec = training.loader.spec
+        return draw_latents(training.model, spec, Condition(labels), labels, 0, cfg)
 
     for key in settings:
         assert not torch.allclose(draw(key), draw()), key
@@ -47,7 +49,7 @@ def test_each_guidance_extrapolates_inside_its_interval_only_the_internal_one_fi
         factor = 0.5 + 0.5 * (internal_guidance or 1.0)
         return factor * y.view(-1, 1, 1, 1).float().expand_as(x)
 
-    labels = torch.tensor([1, 2])
+    labels = Condition(torch.tensor([1, 2]))
     x = torch.zeros(2, 1, 1, 1)
     velocity = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.5, (0.3, 0.9))
     for t, (null, *with_labels) in {0.2: (5, 1, 2), 0.5: (6.25, 1.25, 2.5)}.items():

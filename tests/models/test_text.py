@@ -6,6 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.kernels.attention.attend import attend, attend_by_products, attend_in_groups, make_mask
+from common.condition import Condition
 from common.encoded_text import EncodedText
 from models.mixers.attention import Attention
 from tests.harness.denoisers import FAMILIES, fill_zero_layers, make_denoiser, make_inputs
@@ -36,10 +37,10 @@ def test_the_caption_and_every_parameter_matter(family, conditioning):
     x, t, _ = make_inputs(model)
     y = torch.tensor([0, 1])
     text = draw_text()
-    out = model(x, t, y, text=text)
+    out = model(x, t, Condition(y, text))
     other = text._replace(pooled=-text.pooled)
-    assert not torch.allclose(out, model(x, t, y, text=other))
-    assert torch.equal(model(x, t, y + 1, text=text), out) == (conditioning == "text")
+    assert not torch.allclose(out, model(x, t, Condition(y, other)))
+    assert torch.equal(model(x, t, Condition(y + 1, text)), out) == (conditioning == "text")
     out.square().sum().backward()
     dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
     assert dead == []
@@ -50,14 +51,14 @@ def test_the_null_label_drops_the_caption():
     model = make_text_model("dit", tokens=True)
     x, t, _ = make_inputs(model)
     null = torch.full((2,), model.num_classes)
-    dropped = model(x, t, null, text=draw_text())
+    dropped = model(x, t, Condition(null, draw_text()))
     empty = torch.tensor([SPEC["empty_tokens"]])
     padded = torch.nn.functional.pad(empty, (0, 0, 0, TOKENS - 2)).expand(2, -1, -1)
     stored = EncodedText(torch.full((2, 8), 0.5), padded, torch.tensor([2, 2]), torch.arange(2))
     kept = torch.zeros_like(null)
-    for same in (model(x, t, null), model(x, t, kept), model(x, t, kept, text=stored)):
+    for same in (model(x, t, null), model(x, t, kept), model(x, t, Condition(kept, stored))):
         torch.testing.assert_close(same, dropped)
-    assert not torch.allclose(model(x, t, kept, text=draw_text()), dropped)
+    assert not torch.allclose(model(x, t, Condition(kept, draw_text())), dropped)
 
 
 @pytest.mark.parametrize("family", READERS)
@@ -66,13 +67,13 @@ def test_padding_is_ignored_and_tokens_are_not(family):
     x, t, _ = make_inputs(model)
     y = torch.tensor([0, 1])
     text = draw_text()
-    out = model(x, t, y, text=text)
+    out = model(x, t, Condition(y, text))
     changed = text.tokens.clone()
     changed[0, 2:] += 3.0
     changed[1, 4:] += 3.0
-    torch.testing.assert_close(model(x, t, y, text=text._replace(tokens=changed)), out)
+    torch.testing.assert_close(model(x, t, Condition(y, text._replace(tokens=changed))), out)
     changed[1, 3] += 3.0
-    new = model(x, t, y, text=text._replace(tokens=changed))
+    new = model(x, t, Condition(y, text._replace(tokens=changed)))
     assert torch.allclose(new[0], out[0])
     assert not torch.allclose(new[1], out[1])
 
@@ -83,11 +84,11 @@ def test_the_scale_of_tokens_and_the_mean_of_captions_change_nothing():
     x, t, _ = make_inputs(model)
     y = torch.zeros(2, dtype=torch.int64)
     text = draw_text()
-    expected = model(x, t, y, text=text)
+    expected = model(x, t, Condition(y, text))
     changed = text._replace(tokens=text.tokens * 8.0, pooled=text.pooled.float() + 2.0)
     model.text_embed.mean += 2.0
-    torch.testing.assert_close(model(x, t, y, text=changed), expected, atol=1e-4, rtol=1e-3)
-    assert not torch.allclose(model(x, t, y, text=text), expected, atol=1e-2)
+    torch.testing.assert_close(model(x, t, Condition(y, changed)), expected, atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(model(x, t, Condition(y, text)), expected, atol=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -132,7 +133,7 @@ def test_flops_count_the_text():
     model = make_text_model("dit", tokens=True)
     x, t, y = make_inputs(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(x, t, y, text=draw_text())
+        model(x, t, Condition(y, draw_text()))
     assert counter.get_total_flops() == 2 * model.flops_per_sample()
 
 

@@ -120,9 +120,9 @@ def test_samples_of_the_captions_of_the_data(captioned_run, tmp_path):
     config = compose(["data=resident", f"data.path={captioned_run.parent}/set"]).cfg.data
     loader = build_loader(config, 0, 6, CPU, text="pooled")
     held_out = next(loader.held_out(6))
-    assert numbers == held_out.text.numbers.tolist()
+    assert numbers == held_out.condition.numbers.tolist()
     names = [facts["classes"][str(number)] for number in numbers]
-    first, *others = held_out.labels.tolist()
+    first, *others = held_out.condition.labels.tolist()
     assert (first, names) == (6, ["", *(DIGITS[label] for label in others)])
     _, numbers, facts = draw(captioned_run, tmp_path / "c", "count=2", "grid=2")
     assert list(facts["classes"].values()) == [DIGITS[others[0]], ""]

@@ -19,7 +19,7 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_random_set
 from tests.harness.words import CPU
 from training.checkpoint.load import list_complete
-from training.drawing import open_data, read_conditions
+from training.drawing import list_samples, open_data
 from training.inputs import build_loader
 from training.weights.adapter_file import load_model
 
@@ -209,7 +209,7 @@ def test_labels_of_a_set_in_chunks(tmp_path):
     node["device_memory_gib"] = 5e-6
     assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
     loader = build_loader(node, 0, 20, CPU)
-    conditions = read_conditions("data", open_data(node, loader.spec, 0), 20, CPU)
-    assert torch.equal(conditions(torch.arange(20))[0], next(loader).labels)
+    samples = list_samples(open_data(node, loader.spec, 0), "data", 20)
+    assert torch.equal(samples[0], next(loader).condition.labels)
     with expect_refusal("its weights were trained on another; restore them"):
         open_data(node, dataclasses.replace(loader.spec, fingerprint="another"), 0)

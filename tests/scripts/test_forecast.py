@@ -11,11 +11,10 @@ from torch.utils._pytree import tree_leaves
 from accel.composite_optimizer import collect_state
 from accel.techniques.compilation import PARTITION_BACKEND, Compile
 from common.config.compose import compose
-from data.loader import Batch
 from scripts.plan.memory import Question, forecast
 from tests.harness.words import CPU, slow
 from training.assemble import assemble
-from training.preflight.memory import count_lasting_bytes
+from training.preflight.memory import count_lasting_bytes, make_blank_batch
 
 LATENTS = [
     "data=synthetic",
@@ -66,15 +65,10 @@ class CountLive(TorchDispatchMode):
 def count_peak(words):
     """Most bytes of tensors alive at the same time in the second step of the whole model."""
     training = assemble(compose(words).cfg, CPU)
-    spec = training.loader.spec
-    samples = training.micro_batch
 
     def make_batches():
-        numbers = torch.zeros(samples, dtype=torch.int64)
-        return [
-            Batch(torch.zeros(samples, spec.channels, spec.height, spec.width), *[numbers] * 3)
-            for _ in range(training.cfg.accumulation_steps)
-        ]
+        steps = range(training.cfg.accumulation_steps)
+        return [make_blank_batch(training, training.micro_batch) for _ in steps]
 
     training.step(make_batches())
     batches = make_batches()

@@ -104,7 +104,7 @@ def test_hours_and_cost_follow_a_rate(tmp_path, capsys):
         assert "1.00 hours for 3686400 samples at 1024.0 a second, 4.00 in all" in text
     assert "no hours and no cost without a rate" in run_plan(capsys, *words)
     by_peak = plan_run(PlanConfig(hardware="h100", gpus=2, mfu=0.5), PLANNED_RUN)["samples_per_s"]
-    flops = 3.0 * forecast_words().model.flops_per_sample()
+    flops = 3.0 * forecast_words().network.model.flops_per_sample()
     assert by_peak == pytest.approx(2 * 0.5 * 989e12 / flops)
 
 

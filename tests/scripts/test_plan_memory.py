@@ -147,6 +147,6 @@ def test_heads_after_deep_blocks_are_counted():
     plain = forecast_words("model.depth=9")
     heads = ["model.internal_block=8", "objective.align_weight=1", "objective.align_block=9"]
     plan = forecast_words("model.depth=9", *heads)
-    assert plan.model.taps == {"internal": 8, "latent": 9}
-    assert plan.model.flops_per_sample() > plain.model.flops_per_sample()
+    assert plan.network.taps == {"internal": 8, "latent": 9}
+    assert plan.network.count_train_flops() > plain.network.count_train_flops()
     assert plain.needs.total < plan.needs.total < 1.3 * plain.needs.total

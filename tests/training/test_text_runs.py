@@ -11,6 +11,7 @@ from common.config.compose import compose
 from data.manifest import read_manifest
 from sampling.load import load_run
 from scripts.plan.memory import forecast, make_question
+from tests.harness.batches import select
 from tests.harness.captions import DIGITS, save_bert, save_digits
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import measure_kept_bytes
@@ -64,7 +65,7 @@ def test_half_of_the_captions_are_dropped_by_the_position_alone(digits):
     batch = next(training.loader)
     whole = training.step.compute_losses(batch).flow
     rows = torch.arange(5, 8)
-    part = type(batch)(*(column[rows] for column in batch[:4]), batch.text.select(rows))
+    part = select(batch, rows)
     torch.testing.assert_close(training.step.compute_losses(part).flow, whole[5:])
 
     seen = []
@@ -100,7 +101,7 @@ def test_distances_and_grids_are_drawn_of_pairs_of_the_data(digits):
             assert DIGITS[label] in conditions.names[number]
         assert conditions.source == source
         numbers[source] = text.numbers
-    first = next(build_loader(training.cfg.data, 0, 40, CPU, text="pooled")).text.numbers
+    first = next(build_loader(training.cfg.data, 0, 40, CPU, text="pooled")).condition.numbers
     assert torch.equal(numbers["train"], torch.cat((first, first[:10])))
     assert not torch.equal(numbers["held_out"], numbers["train"])
 

@@ -23,7 +23,6 @@ from common.errors import UserError
 from common.files import make_folder, replace_file
 from common.memory import GIB
 from models.adapters import find_trained_parameters
-from models.denoiser import drop_aux_heads
 from training.checkpoint.files import HASH_KEY, hash_tensors, make_header, stage, write_tensors
 from training.optim.power_averages import LENGTHS
 from training.state import Layout, TrainState
@@ -68,7 +67,7 @@ def prepare_snapshots(cfg: TrainConfig, state: TrainState, run: Path) -> str:
     folder = run / "averages"
     make_folder(folder)
     count = cfg.ema.snapshots - count_due(cfg, state.samples)
-    averaged = drop_aux_heads(find_trained_parameters(state.model))
+    averaged = find_trained_parameters(state.model)
     size = count * 4 * len(LENGTHS) * sum(p.numel() for p in averaged.values())
     free = shutil.disk_usage(folder).free
     sentence = f"{count} snapshots of {len(LENGTHS)} averages: {size / GIB:.3g} GiB in {folder}"

@@ -12,16 +12,14 @@ from accel.composite_optimizer import split_parts
 from accel.sharding import slice_like, to_local
 from common.errors import UserError
 from models.adapters import find_trained_parameters
-from models.denoiser import drop_aux_heads
 
 
 class MovingAverage:
     """Average of the parameters in fp32, which each step moves towards the new parameters:
-    average ← average + w·(parameter - average). Subclasses compute the weight w. Auxiliary heads
-    have no average."""
+    average ← average + w·(parameter - average). Subclasses compute the weight w."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = drop_aux_heads(find_trained_parameters(model))
+        named = find_trained_parameters(model)
         self.names = list(named)
         self.parameters = list(named.values())
         self.averages = [p.detach().float().clone() for p in self.parameters]

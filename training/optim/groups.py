@@ -10,8 +10,8 @@ from torch import Tensor
 from accel.composite_optimizer import Groups
 from common.config.build import resolve_target
 from models.adapters import find_trained_parameters
-from models.denoiser import Denoiser
 from models.layers import Ranges
+from training.heads import ModelWithHeads
 
 
 def list_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -19,9 +19,9 @@ def list_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def make_parameter_groups(model: Denoiser, optim: Mapping[str, Any]) -> Groups:
+def make_parameter_groups(network: ModelWithHeads, optim: Mapping[str, Any]) -> Groups:
     """Returns the trained parameters in groups for the optimizer that `optim`, its configuration,
-    describes: first those with weight decay, then those that the model's `no_weight_decay()` names.
+    describes: first those with weight decay, then those that `network.no_weight_decay()` names.
 
     If the optimizer's class has the attribute `takes_matrices`, each group is divided further, so
     that its parameters have the same shape and the same matrices. The matrices become the group's
@@ -29,13 +29,13 @@ def make_parameter_groups(model: Denoiser, optim: Mapping[str, Any]) -> Groups:
     """
     kind = resolve_target(optim.get("_target_", ""), "optim")
     matrices: dict[Tensor, Ranges] = {}
-    for layer in model.blocks.modules() if hasattr(kind, "takes_matrices") else ():
+    for layer in network.blocks.modules() if hasattr(kind, "takes_matrices") else ():
         if hasattr(layer, "list_matrices"):
             matrices |= layer.list_matrices()  # pyright: ignore[reportCallIssue]
 
-    exempt = model.no_weight_decay()
+    exempt = network.no_weight_decay()
     groups: dict[Any, dict[str, Any]] = {}
-    trained = find_trained_parameters(model)
+    trained = find_trained_parameters(network)
     for name in sorted(trained, key=exempt.__contains__):  # a stable sort
         parameter = trained[name]
         ranges = matrices.get(parameter, ())

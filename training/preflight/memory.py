@@ -12,6 +12,7 @@ from accel.composite_optimizer import collect_state, count_bytes
 from accel.counted_rows import OptimizerState
 from accel.device_memory import WORKER_BYTES, count_each, find_device_room
 from accel.sharding import to_local
+from common.condition import Condition
 from common.memory import Need, refuse_excess
 from data.caption_table import make_blank_table
 from data.loader import Batch
@@ -26,7 +27,8 @@ def make_blank_batch(training: Training, samples: int) -> Batch:
     latents = torch.zeros(samples, *spec.shape, device=device)
     numbers = torch.zeros(samples, dtype=torch.int64, device=device)
     table = make_blank_table(spec.text, find_text_level(training.cfg.model), device)
-    return Batch(latents, numbers, numbers, numbers, table and table.gather(numbers))
+    condition = Condition(numbers, table and table.gather(numbers))
+    return Batch(latents, condition, numbers, numbers)
 
 
 class LastingBytes(NamedTuple):

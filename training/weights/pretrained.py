@@ -29,7 +29,7 @@ from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
 from common.trees import list_nodes
 from data.spec import Count, LatentSpec, TextSpec, find_wrong_lengths
-from models.denoiser import Denoiser, drop_aux_heads
+from models.denoiser import Denoiser
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
 from training.checkpoint.files import HASH_KEY, METADATA_KEY, hash_tensors
@@ -268,7 +268,7 @@ def fit_weights(
     """
     description = find_description(file)
     tensors = read_tensors(file)
-    model_tensors = drop_aux_heads(model.state_dict())
+    model_tensors = model.state_dict()
     # A new internal head keeps its initial weights; one that the model lacks is left out.
     internal = {n: t for n, t in model_tensors.items() if n.startswith("internal.")}
     rest = {n: t for n, t in tensors.items() if internal or not n.startswith("internal.")}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.clock import CLOCK
-from data.loader import Batch
+from tests.harness.batches import select
 from tests.harness.steps import tiny_training
 from training.records.metrics import Meter, StepOutput
 
@@ -16,9 +16,9 @@ def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reaso
     training = tiny_training("dit", depth=1, compile=True)
     training.warm_up()
     meter = training.state.meter
-    smaller = Batch(*(t[:4] for t in next(training.loader)[:4]))
+    smaller = select(next(training.loader), slice(4))
     meter.start()
-    meter.update(training.take_step())
+    training.take_step()
     report = meter.report(0.0)
     assert report["recompiles"] == 0
     meter.update(training.step([smaller]))
@@ -26,7 +26,7 @@ def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reaso
         assert meter.report(0.0)["recompiles"] == 1
 
     # The graphs of an evaluation are expected, so there is no warning.
-    meter.update(training.take_step())
+    training.take_step()
     with meter.pause(), torch.no_grad():
         training.step.compute_losses(smaller, held_out=True)
     after = meter.report(0.0)
