@@ -33,13 +33,6 @@ class Condition(NamedTuple):
         its class."""
         return self.labels if self.text is None else self.text.numbers
 
-    def select(self, rows: Tensor | slice) -> Condition:
-        """Returns the conditions of the samples at the indices `rows`."""
-        return Condition(self.labels[rows], self.text and self.text.select(rows))
-
-    def to(self, device: torch.device) -> Condition:
-        return Condition(self.labels.to(device), self.text and self.text.to(device))
-
     def repeat(self, times: int) -> Condition:
         """Returns the conditions of all samples, then of all again, `times` times."""
         text = self.text and EncodedText(*(torch.cat([part] * times) for part in self.text))

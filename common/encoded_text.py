@@ -31,12 +31,11 @@ class EncodedText(NamedTuple):
     """Place of each caption in the table or list from which it comes; the last place of a table is
     the empty caption's."""
 
-    def select(self, rows: Tensor | slice) -> EncodedText:
-        """Returns the captions at the indices `rows`."""
-        return EncodedText(*(part[rows] for part in self))
-
-    def to(self, device: torch.device) -> EncodedText:
-        return EncodedText(*(part.to(device) for part in self))
+    def select(self, rows: Tensor) -> EncodedText:
+        """Returns the captions at the indices `rows`, on their device; if the captions lie on
+        another one, the call waits for a copy."""
+        here = rows.to(self.lengths.device)
+        return EncodedText(*(part[here].to(rows.device) for part in self))
 
 
 class TextEncoder(nn.Module, ABC):

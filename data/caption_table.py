@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from common.encoded_text import EncodedText
@@ -30,7 +29,6 @@ class CaptionTable:
         kept = spec.max_tokens if level == "tokens" else 0
         dtype = getattr(torch, spec.dtype)
         self.spec = spec
-        self.device = device
         self.texts = [""] * spec.count
         self.columns = EncodedText(
             torch.zeros(spec.count, spec.width, dtype=torch.float16, device=device),
@@ -42,16 +40,11 @@ class CaptionTable:
     @property
     def template(self) -> EncodedText:
         """The first row of each column."""
-        return self.columns.select(slice(1))
+        return EncodedText(*(column[:1] for column in self.columns))
 
     @property
     def row_bytes(self) -> int:
         return sum(row.nbytes for row in self.template)
-
-    def gather(self, numbers: Int[Tensor, "B"]) -> EncodedText:
-        """Returns the captions of these numbers, on the device of `numbers`; if that is not the
-        table's, the call waits for a copy."""
-        return self.columns.select(numbers.to(self.device)).to(numbers.device)
 
     def unpack_rows(self, rows: Rows) -> EncodedText:
         """Converts rows of bytes, to which `join_rows` joined columns of captions, to captions."""

@@ -110,7 +110,7 @@ class LatentLoader:
         if text is None and self.captions is not None and rows.captions is not None:
             epoch = position // self.spec.count
             numbers = choose_captions(rows.captions, rows.ids, self.seed, epoch)
-            text = self.captions.gather(numbers)
+            text = self.captions.columns.select(numbers)
         return Batch(latents, Condition(rows.labels, text), rows.ids, position)
 
     def make_plain_batch(self, rows: LatentTensors, start: int) -> Batch:
@@ -119,7 +119,7 @@ class LatentLoader:
         position = torch.arange(start, start + len(rows.labels), device=self.device)
         text = None
         if self.captions is not None and rows.captions is not None:
-            text = self.captions.gather(rows.captions[:, 0].long())
+            text = self.captions.columns.select(rows.captions[:, 0].long())
         condition = Condition(rows.labels, text)
         return Batch(self.normalise(rows.latents), condition, rows.ids, position)
 

@@ -34,7 +34,7 @@ class ClipScore:
     def __init__(
         self, path: str, conditions: Conditions, decode: Callable[[Tensor], Tensor]
     ) -> None:
-        if conditions.texts is None:
+        if conditions.table is None:
             raise UserError(f"clip={path} is for a model of captions; leave it out.")
         self.texts = conditions.names
         self.decode = decode

@@ -7,13 +7,15 @@ Letters: B samples, C channels, H W latent height and width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.condition import Condition
 from common.errors import UserError
 
@@ -31,38 +33,36 @@ def shift_times(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
 
 
 def make_guided_velocity(
-    model: Callable[..., Tensor],
-    condition: Condition,
-    null_label: int,
-    guidance: float = 1.0,
-    guidance_interval: Sequence[float] = (0.0, 1.0),
-    internal_guidance: float = 1.0,
-    internal_interval: Sequence[float] = (0.0, 1.0),
+    model: Callable[..., Tensor], condition: Condition, null_label: int, settings: Mapping[str, Any]
 ) -> Velocity:
     """Returns a function of (x, t) that computes the velocity in fp32: v_null + guidance·(v_y -
     v_null) for t inside `guidance_interval`, v_y outside it, where v_y has the condition of each
-    sample and v_null has it dropped.
+    sample and v_null has it dropped. `settings` has the keys of `SamplingConfig`.
 
     Guidance: Ho & Salimans 2022; limited to an interval: Kynkäänniemi et al. 2024,
     https://arxiv.org/abs/2404.07724. With guidance the model runs on a doubled batch, for both
     velocities at once. If guidance is 1 or t is outside the interval, the model runs with the
     conditions only. For t inside `internal_interval` each velocity, v_y and v_null, first gets
-    internal guidance, unless that is 1; see `Denoiser.forward`.
+    `internal_guidance`, unless that is 1; see `Denoiser.forward`.
     """
     kept = torch.zeros_like(condition.labels, dtype=torch.bool)
     doubled = condition.repeat(2).drop(torch.cat((kept, ~kept)), null_label)
 
+    def is_on(t: float, key: str, interval: str) -> bool:
+        first, last = settings[interval]
+        return settings[key] != 1.0 and first <= t <= last
+
     def run(x: Tensor, t: float, y: Tensor | Condition) -> Tensor:
-        inside = internal_interval[0] <= t <= internal_interval[1]
-        guided = inside and internal_guidance != 1.0
-        options = {"internal_guidance": internal_guidance} if guided else {}
+        options = {}
+        if is_on(t, "internal_guidance", "internal_interval"):
+            options["internal_guidance"] = settings["internal_guidance"]
         return model(x, torch.full((len(x),), t, device=x.device), y, **options).float()
 
     def velocity(x: Tensor, t: float) -> Tensor:
-        if guidance == 1.0 or not guidance_interval[0] <= t <= guidance_interval[1]:
+        if not is_on(t, "guidance", "guidance_interval"):
             return run(x, t, condition.y)
         with_condition, with_null = run(torch.cat((x, x)), t, doubled.y).chunk(2)
-        return with_null + guidance * (with_condition - with_null)
+        return with_null + settings["guidance"] * (with_condition - with_null)
 
     return velocity
 
@@ -122,6 +122,27 @@ def sample(
         x = x_next
         previous = (dt, v)
     return x
+
+
+def draw_normalised(
+    model: Callable[..., Tensor],
+    condition: Condition,
+    null_label: int,
+    noise: Float[Tensor, "B C H W"],
+    position: Int[Tensor, "B"],
+    seed: int,
+    settings: Mapping[str, Any],
+) -> Float[Tensor, "B C H W"]:
+    """Draws normalised latents from `noise` with the `settings` of the sampler, whose keys are
+    those of `SamplingConfig`. A solver that adds noise draws it by `seed` and the samples' entries
+    of `position`."""
+
+    def fresh(step: int) -> Tensor:
+        place = position + step * STEP_STRIDE
+        return counter_normal(seed, Purpose.SAMPLE_STEP, place, noise.shape[1:])
+
+    velocity = make_guided_velocity(model, condition, null_label, settings)
+    return sample(velocity, noise, settings["steps"], settings["solver"], settings["shift"], fresh)
 
 
 def check_internal_guidance(model: object, guidance: float, prefix: str = "") -> None:

@@ -123,8 +123,6 @@ class Training:
     cfg: TrainConfig
     device: torch.device
     ranks: Ranks
-    micro_batch: int
-    """Samples in a micro-batch, per process."""
     loader: LatentLoader
     stack: AccelerationStack
     state: TrainState
@@ -142,6 +140,11 @@ class Training:
     @property
     def model(self) -> Denoiser:
         return self.state.model
+
+    @property
+    def micro_batch(self) -> int:
+        """Number of samples in a micro-batch, per process."""
+        return self.cfg.batch_size // self.cfg.accumulation_steps // self.ranks.world_size
 
     @cached_property
     def first_samples(self) -> Samples:
@@ -258,11 +261,6 @@ class Parts(NamedTuple):
     kernels: dict[str, Any]
 
 
-def count_micro_batch(cfg: TrainConfig, ranks: Ranks) -> int:
-    """Returns the number of samples in a micro-batch of one process."""
-    return cfg.batch_size // cfg.accumulation_steps // ranks.world_size
-
-
 def build_parts(
     cfg: TrainConfig,
     device: torch.device,
@@ -272,9 +270,10 @@ def build_parts(
 ) -> Parts:
     """Opens the data, unless it gets their `loader`, builds the model with the weights of an
     adapter's base, and chooses kernels; see `assemble`."""
-    micro_batch = count_micro_batch(cfg, ranks)
-    level = find_text_level(cfg.model)
-    loader = loader or build_loader(cfg.data, cfg.seed, micro_batch, device, ranks, level)
+    if loader is None:
+        samples = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
+        level = find_text_level(cfg.model)
+        loader = build_loader(cfg.data, cfg.seed, samples, device, ranks, level)
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
     objective = build(cfg.objective, "objective", kind=Objective)
     base = open_base(cfg, loader, ranks)
@@ -283,7 +282,7 @@ def build_parts(
 
     stack = build_stack(cfg, device)
     stack.on_process()
-    kernels = prove_kernels(stack, model, loader.spec, micro_batch, folder)
+    kernels = prove_kernels(stack, model, loader.spec, loader.batch_size, folder)
     if base is not None:
         rows = load_base(model, loader.spec, base, cfg.model)
         ranks.say(f"the adapter's base is {base.file}{rows}")
@@ -315,8 +314,7 @@ def join_parts(cfg: TrainConfig, device: torch.device, ranks: Ranks, parts: Part
     if cfg.ema.snapshots:
         state.power_averages = [PowerAverage(model, length) for length in LENGTHS]
     step = stack.on_step(TrainStep(cfg, state, objective, schedule))
-    micro_batch = count_micro_batch(cfg, ranks)
-    return Training(cfg, device, ranks, micro_batch, loader, stack, state, step, kernels, base)
+    return Training(cfg, device, ranks, loader, stack, state, step, kernels, base)
 
 
 def assemble(

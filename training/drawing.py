@@ -24,7 +24,7 @@ from common.errors import UserError
 from common.text import split_lines
 from data.loader import LatentLoader
 from data.spec import LatentSpec
-from models.sampler import STEP_STRIDE, make_guided_velocity, sample
+from models.sampler import draw_normalised
 from training.inputs import build_loader
 
 
@@ -37,52 +37,45 @@ class Conditions:
     """Value that protocols record: "balanced" for all classes, the numbers of the classes, "data",
     "train" or "held_out" for the samples of the data, or a hash of labels and prompts."""
     labels: Int[Tensor, "N"]
-    rows: Int[Tensor, "N"]
-    """Rows of `texts`, on its device; the labels again if there are none."""
+    numbers: Int[Tensor, "N"]
+    """Rows of `table`; without one, the labels again."""
     names: list[str]
-    """Names of the classes, or texts, by `Condition.numbers`."""
-    texts: EncodedText | None = None
+    """Names of the classes, or texts, by number."""
+    table: EncodedText | None = None
 
     @classmethod
     def of_classes(
         cls, spec: LatentSpec, labels: Sequence[int], source: Any, device: torch.device
     ) -> Conditions:
         """Makes the conditions for samples of these classes, without texts."""
-        table = torch.tensor(labels, device=device)
-        return cls(source, table, table, spec.names)
+        entries = torch.tensor(labels, device=device)
+        return cls(source, entries, entries, spec.names)
 
     @classmethod
     def of_samples(
         cls, source: str, samples: Samples, loader: LatentLoader, device: torch.device
     ) -> Conditions:
         """Makes the conditions of the samples of a loader that `list_samples` listed."""
-        labels, numbers = samples
-        table = loader.captions
-        if table is None:
-            return cls(source, labels.to(device), labels.to(device), loader.spec.names)
-
-        # Keep those rows of the table that are needed.
-        used, rows = numbers.to(table.device).unique(return_inverse=True)
-        return cls(source, labels.to(device), rows, table.texts, table.columns.select(used))
+        labels, numbers = samples.to(device)
+        captions = loader.captions
+        if captions is None:
+            return cls(source, labels, numbers, loader.spec.names)
+        return cls(source, labels, numbers, captions.texts, captions.columns)
 
     def __call__(self, position: Int[Tensor, "B"]) -> Condition:
         """Returns the conditions of samples, given by number."""
         place = position % len(self.labels)
-        labels = self.labels[place]
-        if self.texts is None:
-            return Condition(labels)
-        rows = self.rows[place.to(self.rows.device)]
-        return Condition(labels, self.texts.select(rows).to(position.device))
+        text = self.table and self.table.select(self.numbers[place])
+        return Condition(self.labels[place], text)
 
     def list_numbers(self) -> list[int]:
         """Returns the places of all N entries in `names`."""
-        numbers = self.labels if self.texts is None else self.texts.numbers[self.rows]
-        return numbers.tolist() if self.names else []
+        return self.numbers.tolist() if self.names else []
 
     def note_rows(self, rows: int, classes: int) -> str:
         """Returns a note for a grid with a row for each of `rows` of the data's classes; empty if
         these are all, or if the rows are texts."""
-        return f"{rows} of {classes} classes" if self.texts is None and classes > rows else ""
+        return f"{rows} of {classes} classes" if self.table is None and classes > rows else ""
 
     def list_names(self, count: int) -> dict[str, str]:
         """Returns number, as text -> name, for all classes or texts of the first `count` samples;
@@ -164,20 +157,7 @@ def draw_latents(
 ) -> Float[Tensor, "B C H W"]:
     """Samples raw latents, which the autoencoder can decode. The noise of a sample depends only on
     `seed` and the sample's entry of `position`."""
-
-    def fresh(step: int) -> Tensor:
-        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, spec.shape)
-
     noise = counter_normal(seed, Purpose.SAMPLE, position, spec.shape)
-    velocity = make_guided_velocity(
-        model,
-        condition,
-        spec.null_label,
-        sampling.guidance,
-        sampling.guidance_interval,
-        sampling.internal_guidance,
-        sampling.internal_interval,
-    )
     return spec.denormalise(
-        sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)
+        draw_normalised(model, condition, spec.null_label, noise, position, seed, vars(sampling))
     )

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 BETA = 0.05
 """Difference between two normalised values below which the smooth L1 distance is quadratic."""
+Network = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+"""Type of the forward pass of `ModelWithHeads`, with the techniques of the run."""
 GOLDEN = 0x9E3779B9
 """2³² divided by the golden ratio, rounded to an odd number."""
 
@@ -100,7 +102,7 @@ class Objective(ABC):
     @abstractmethod
     def compute_losses(
         self,
-        network: Callable[..., tuple[Tensor, Mapping[str, Tensor]]],
+        network: Network,
         batch: Batch,
         *,
         seed: int,
@@ -110,10 +112,10 @@ class Objective(ABC):
     ) -> tuple[Any, ...]:
         """Returns the `Losses` of a batch's samples, or only the pair of losses and times.
 
-        `network` is the forward pass of `ModelWithHeads`, with all techniques. `null_label` is the
-        label that drops a condition, `drop_path_depth` the number of blocks with stochastic depth,
-        0 if the model has none. Every random draw must be a function of `seed` and the samples'
-        positions."""
+        `null_label` is the label that drops a condition, `drop_path_depth` the number of blocks
+        with stochastic depth, 0 if the model has none. Every random draw must be a function of
+        `seed` and the samples' positions.
+        """
 
 
 @dataclass
@@ -175,7 +177,7 @@ class FlowMatching(Objective):
 
     def compute_losses(
         self,
-        network: Callable[..., tuple[Tensor, Mapping[str, Tensor]]],
+        network: Network,
         batch: Batch,
         *,
         seed: int,

@@ -4,7 +4,7 @@ for the device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from accel.composite_optimizer import is_fused
 from accel.sharding import replicate_like, to_local, total_norm
 from common.config.schema import TrainConfig
 from data.loader import Batch
-from training.objective import Losses, Objective
+from training.objective import Losses, Network, Objective
 from training.optim.groups import list_grads
 from training.optim.schedule import Schedule
 from training.records.metrics import StepOutput
@@ -48,7 +48,7 @@ class TrainStep:
         self, cfg: TrainConfig, state: TrainState, objective: Objective, schedule: Schedule
     ) -> None:
         # Techniques may replace the attributes from `forward` to `scaler`.
-        self.forward: Callable[..., tuple[Tensor, Mapping[str, Tensor]]] = state.network
+        self.forward: Network = state.network
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.take_step
         self.mark: Callable[[str], None] = lambda phase: None
         self.synchronise: Callable[[bool], AbstractContextManager[object]] = lambda last: (

@@ -172,11 +172,10 @@ class NewcomersLoop(Loop):
         position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
         batch = Batch(latents, Condition(labels), position, position)
         options = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
-
-        def network(*inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return self.model(*inputs), {}
-
-        return self.objective.compute_losses(network, batch, **options)[0].mean()
+        losses = self.objective.compute_losses(
+            lambda *inputs: (self.model(*inputs), {}), batch, **options
+        )
+        return losses[0].mean()
 
     def compute_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
         """Computes the flow-matching loss as tutorials do: noise, times t and dropped labels come

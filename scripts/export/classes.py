@@ -25,7 +25,7 @@ from models.block import Norm
 from models.denoiser import Denoiser
 from models.images import select_rgb, to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions
-from models.sampler import STEP_STRIDE, check_internal_guidance, make_guided_velocity, sample
+from models.sampler import check_internal_guidance, draw_normalised
 from models.text import Conditioning
 
 
@@ -239,26 +239,13 @@ class FastlatentPipeline(DiffusionPipeline):
         shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
         condition = Condition(torch.tensor(labels, device=device), text)
         position = torch.arange(len(labels), device=device)
-
-        def fresh(step: int) -> Tensor:
-            return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, shape)
-
         if latents is None:
             noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
         else:
             noise = latents.to(device)
         check_internal_guidance(model, settings["internal_guidance"])
-        velocity = make_guided_velocity(
-            model,
-            condition,
-            model.num_classes,
-            settings["guidance"],
-            settings["guidance_interval"],
-            settings["internal_guidance"],
-            settings["internal_interval"],
-        )
-        normalised = sample(
-            velocity, noise, settings["steps"], settings["solver"], settings["shift"], fresh
+        normalised = draw_normalised(
+            model, condition, model.num_classes, noise, position, seed, settings
         )
         facts = model.config.latents
         mean, std = (

@@ -51,12 +51,14 @@ def test_each_guidance_extrapolates_inside_its_interval_only_the_internal_one_fi
 
     labels = Condition(torch.tensor([1, 2]))
     x = torch.zeros(2, 1, 1, 1)
-    velocity = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.5, (0.3, 0.9))
+    settings = {"guidance": 3.0, "guidance_interval": (0.0, 0.7)}
+    settings |= {"internal_guidance": 1.5, "internal_interval": (0.3, 0.9)}
+    velocity = make_guided_velocity(model, labels, 5, settings)
     for t, (null, *with_labels) in {0.2: (5, 1, 2), 0.5: (6.25, 1.25, 2.5)}.items():
         assert velocity(x, t).flatten().tolist() == [null + 3 * (v - null) for v in with_labels]
     assert velocity(x, 0.8).flatten().tolist() == [1.25, 2.5]
     assert velocity(x, 1.0).flatten().tolist() == [1, 2]
-    plain = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.0, (0.3, 0.9))
+    plain = make_guided_velocity(model, labels, 5, settings | {"internal_guidance": 1.0})
     plain(x, 0.5)
     assert calls == [(4, None), (4, 1.5), (2, 1.5), (2, None), (4, None)]
 

@@ -128,7 +128,7 @@ def test_samples_of_the_captions_of_the_data(captioned_run, tmp_path):
     assert list(facts["classes"].values()) == [DIGITS[others[0]], ""]
     assert (tmp_path / "c.png").is_file()
     _, numbers, facts = draw(captioned_run, tmp_path / "b", "prompts=train")
-    assert numbers == next(loader).text.numbers.tolist()
+    assert numbers == next(loader).condition.numbers.tolist()
     assert facts["labels"] == "train"
     assert list(captioned_run.glob("samples/*.png"))
 

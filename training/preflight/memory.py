@@ -27,7 +27,7 @@ def make_blank_batch(training: Training, samples: int) -> Batch:
     latents = torch.zeros(samples, *spec.shape, device=device)
     numbers = torch.zeros(samples, dtype=torch.int64, device=device)
     table = make_blank_table(spec.text, find_text_level(training.cfg.model), device)
-    condition = Condition(numbers, table and table.gather(numbers))
+    condition = Condition(numbers, table and table.columns.select(numbers))
     return Batch(latents, condition, numbers, numbers)
 
 
