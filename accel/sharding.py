@@ -3,7 +3,7 @@ same on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -71,6 +71,11 @@ def find_gathered_storages(model: nn.Module) -> set[int]:
             addresses |= find_storages(part)
             part.reshard()
     return addresses
+
+
+def list_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Lists the gradients of those parameters that have one."""
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:

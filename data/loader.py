@@ -76,7 +76,7 @@ class LatentLoader:
         self.text = args.get("text", "none") if spec.text else "none"
         self.captions: CaptionTable | None = None
         """The captions; a subclass that can read captions sets them unless `text` is "none"."""
-        self.normalise = spec.make_normaliser(self.device)
+        self.statistics = spec.make_channel_statistics(self.device)
         self.samples_seen = 0
 
     @classmethod
@@ -99,6 +99,11 @@ class LatentLoader:
         from `start` on. A subclass may take other positions of the same global batch, if those of
         the ranks do not overlap."""
         raise NotImplementedError
+
+    def normalise(self, raw: Any) -> Float[Tensor, "B C H W"]:
+        """Computes (raw - mean) / std in fp32, by the statistics of the set's channels."""
+        mean, std = self.statistics
+        return (raw.float() - mean) / std
 
     def make_batch(
         self, rows: LatentTensors, position: Int[Tensor, "B"], text: EncodedText | None = None

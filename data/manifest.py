@@ -119,7 +119,7 @@ class Manifest:
     def compute_fingerprint(self) -> str:
         """Returns a hash of everything in the set on which training depends: the shards, their
         order and `FINGERPRINT_FIELDS`."""
-        facts = {name: getattr(self, name) for name in FINGERPRINT_FIELDS.split()}
+        facts = {name: vars(self)[name] for name in FINGERPRINT_FIELDS.split()}
         if self.text is not None:
             facts["text"] = asdict(replace(self.text, encoder={}))  # its folder may move
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]

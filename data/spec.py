@@ -5,7 +5,7 @@ Letters: B samples of a batch, C channels, H W latent height and width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -113,12 +113,6 @@ class LatentSpec:
         the order or the precision in which a loader yields the samples, so that a run cannot resume
         with another order or precision."""
         return replace(self, fingerprint=f"{self.fingerprint}-{suffix}")
-
-    def make_normaliser(self, device: torch.device) -> Callable[[Any], Tensor]:
-        """Returns the function raw -> (raw - mean) / std in fp32. Mean and std are on `device`, so
-        a call of the function copies nothing from the host."""
-        mean, std = self.make_channel_statistics(device)
-        return lambda raw: (raw.float() - mean) / std
 
     def denormalise(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """Converts normalised latents to raw latents, which an autoencoder can decode."""

@@ -112,7 +112,7 @@ def plan_captions(
     """Plans to encode the captions of the plan's images by `cfg.text_encoder`, except those in the
     table `earlier`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    settings = TextSettings(*(getattr(cfg, name) for name in TextSettings._fields))
+    settings = TextSettings(*(vars(cfg)[name] for name in TextSettings._fields))
     return CaptionJob(captions, cfg.text_encoder, settings, device, earlier)
 
 
@@ -134,7 +134,7 @@ def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
         "kind",
         "dtype",
     )
-    return {key: getattr(cfg, key) for key in keys}
+    return {key: vars(cfg)[key] for key in keys}
 
 
 def describe_job(

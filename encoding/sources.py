@@ -55,7 +55,7 @@ def list_job_images(
     rules for captions, and one that began before they were keys keeps `EARLIER_CAPTIONS`. Also
     returns `cfg` with these rules."""
     if earlier:
-        rules = {k: getattr(cfg, k) or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
+        rules = {k: vars(cfg)[k] or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
         cfg = replace(cfg, **rules)
     given = cfg.text_encoder and cfg.captions == "given"
 

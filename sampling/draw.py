@@ -163,9 +163,7 @@ class SampleJob:
             path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
         self.trained = replace(trained, text_encoder_path=cfg.text_encoder)
-        changes = {
-            name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None
-        }
+        changes = {name: vars(cfg)[name] for name in SAMPLER_KEYS if vars(cfg)[name] is not None}
         sampling = self.trained.change_sampling(**changes)
         conditions = self.choose_conditions()
         self.stream = SampleStream(

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.config.compose import parse_words, refuse_missing, report_user_errors
-from common.config.schema import Positive, refuse_values
+from common.config.schema import Positive, refuse_unset, refuse_values
 from common.errors import UserError
 from common.text import split_lines
 from scripts.commands import find_encoder_node
@@ -101,19 +101,16 @@ def check_config(cfg: ImportConfig) -> ImportConfig:
             "guessed"
         ),
     }
-    for key, hint in hints.items():
-        if getattr(cfg, key) is None:
-            raise UserError(f"{key} is not set; say {key}={hint}.")
+    refuse_unset(cfg, hints)
 
     choices = {
         "moments": ("none", "mean_std", "mean_logvar"),
         "dtype": ("float16", "bfloat16", "float32"),
     }
     for key, allowed in choices.items():
-        if getattr(cfg, key) not in allowed:
-            raise UserError(
-                f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(allowed)}."
-            )
+        value = vars(cfg)[key]
+        if value not in allowed:
+            raise UserError(f"{key}={value} is unknown; choose one of {', '.join(allowed)}.")
 
     refuse_values(cfg)
     if (cfg.captions is None) != (cfg.text_encoder is None):

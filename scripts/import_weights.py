@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.compose import parse_words, refuse_missing, report_user_errors
+from common.config.schema import refuse_unset
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ class WeightsConfig:
             "kind": "sit or lightningdit",
             "out": "<file>.safetensors",
         }
-        for key, hint in hints.items():
-            if getattr(self, key) is None:
-                raise UserError(f"{key} is not set; say {key}={hint}.")
+        refuse_unset(self, hints)
 
         if self.kind is Kind.dit:
             raise UserError(
@@ -86,7 +85,7 @@ class WeightsConfig:
                 "a SiT."
             )
         for key in ("statistics", "encoder"):
-            if self.kind is Kind.lightningdit and getattr(self, key) is None:
+            if self.kind is Kind.lightningdit and vars(self)[key] is None:
                 raise UserError(
                     f"{key} is not set; kind=lightningdit needs the {key} of its latents."
                 )
@@ -98,7 +97,7 @@ class WeightsConfig:
         if not str(self.out).endswith(".safetensors"):
             raise UserError(f"out={self.out} must end in .safetensors.")
         for key in ("source", "statistics", "classes"):
-            refuse_missing(key, getattr(self, key), "name a file")
+            refuse_missing(key, vars(self)[key], "name a file")
 
 
 def import_weights(cfg: WeightsConfig) -> Path:

@@ -190,7 +190,8 @@ class Training:
         step.mark("rest")
         state.meter.update(output)
         step.mark("logging")
-        state.advance(self.cfg.batch_size)
+        state.step += 1
+        state.samples += self.cfg.batch_size
         return output
 
     def close_window(self) -> dict[str, Any]:

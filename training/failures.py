@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel.sharding import total_norm
+from accel.sharding import list_grads, total_norm
 from common.distributed.exit import Request
 from common.environment import memory_of
 from common.errors import DISK_ERRNOS, UserError, is_out_of_memory
@@ -21,7 +21,6 @@ from common.memory import GIB
 from training.assemble import Training
 from training.checkpoint.load import describe_resume
 from training.checkpoint.save import Checkpoints
-from training.optim.groups import list_grads
 from training.preflight.memory import count_lasting_bytes
 from training.run import RUNNING_FILE
 

@@ -205,7 +205,8 @@ class FlowMatching(Objective):
         else:
             normal = counter_normal(seed, Purpose.TIME, position, (1,)).squeeze(1)
             t = torch.sigmoid(self.logit_mean + self.logit_std * normal)
-            t = shift_times(t, self.timestep_shift)
+            if self.timestep_shift != 1.0:
+                t = shift_times(t, self.timestep_shift)
             drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)
             condition = condition.drop(drop < self.label_dropout, null_label)
             if drop_path_depth:

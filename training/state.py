@@ -106,10 +106,6 @@ class TrainState:
     def model(self) -> Denoiser:
         return self.network.model
 
-    def advance(self, samples: int) -> None:
-        self.step += 1
-        self.samples += samples
-
     @property
     def moved(self) -> bool:
         """True if this process has taken a step."""
@@ -143,7 +139,7 @@ class TrainState:
             "techniques": dict(flatten(self.stack.state_dict())),
             "guards": self.spikes.state_dict() if self.spikes else {},
             "loader": self.loader.state_dict(),
-            "counters": {name: getattr(self, name) for name in COUNTERS},
+            "counters": {name: vars(self)[name] for name in COUNTERS},
             "window": self.meter.state_dict(),
             "rng": {"torch": torch.get_rng_state(), **rng},
         }

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from accel.composite_optimizer import is_fused
-from accel.sharding import replicate_like, to_local, total_norm
+from accel.sharding import list_grads, replicate_like, to_local, total_norm
 from common.config.schema import TrainConfig
 from data.loader import Batch
 from training.objective import Losses, Network, Objective
-from training.optim.groups import list_grads
 from training.optim.schedule import Schedule
 from training.records.metrics import StepOutput
 from training.state import TrainState
@@ -75,7 +74,8 @@ class TrainStep:
         # sees new values.
         device = self.parameters[0].device
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        if is_fused(self.optimizer):
+        self.fused = is_fused(self.optimizer)
+        if self.fused:
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
         averages = (state.ema, *state.power_averages)
@@ -185,7 +185,7 @@ class TrainStep:
         divisor = (norm / self.max_grad_norm).clamp(min=1.0)
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale
-        if is_fused(self.optimizer):
+        if self.fused:
             self.optimizer.grad_scale = replicate_like(divisor, grads)  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.found_inf = replicate_like((~taken).float(), grads)  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()

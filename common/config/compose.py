@@ -370,10 +370,9 @@ def refuse_drawing(cfg: Any) -> None:
     """Raises UserError for settings with which sampling is impossible, and for a path without
     weights; `cfg` is a `DrawConfig` of sampling/draw.py."""
     cfg.check()
-    names = [
-        field.name for field in fields(SamplingConfig) if getattr(cfg, field.name, None) is not None
-    ]
-    SamplingConfig(**{name: getattr(cfg, name) for name in names}).check(prefix="")
+    names = {field.name for field in fields(SamplingConfig)}
+    given = {k: value for k, value in vars(cfg).items() if k in names and value is not None}
+    SamplingConfig(**given).check(prefix="")
     refuse_no_weights("weights" if cfg.weights else "run_dir", cfg.weights or cfg.run_dir)
 
 

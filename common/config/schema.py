@@ -175,7 +175,7 @@ class RuntimeConfig:
         every machine."""
         self.parallel.check()
         for key in KERNEL_KEYS:
-            value = getattr(self, key)
+            value = vars(self)[key]
             if value not in (False, True, "auto"):
                 raise UserError(f"runtime.{key}={value} must be false, true or auto.")
         if not CHECKPOINT_POLICY.fullmatch(self.checkpoint_policy):
@@ -262,7 +262,7 @@ class SamplingConfig:
         the key in the error's message."""
         refuse_values(self, prefix)
         for key in ("guidance_interval", "internal_interval"):
-            interval = getattr(self, key)
+            interval = vars(self)[key]
             if len(interval) != 2 or interval[0] > interval[1]:
                 raise UserError(
                     f"{prefix}{key}={interval} must be two increasing times, such as [0.1,0.9]."
@@ -546,6 +546,14 @@ def refuse_values(node: Any, prefix: str = "") -> None:
         fault = error.errors()[0]
         key = prefix + ".".join(map(str, fault["loc"]))
         raise UserError(f"{key}={fault['input']} must be {describe_bound(fault)}.") from None
+
+
+def refuse_unset(node: Any, hints: Mapping[str, str]) -> None:
+    """Raises UserError if a field of the dataclass object `node` that `hints` names is None; its
+    hint says what to set."""
+    for key, hint in hints.items():
+        if vars(node)[key] is None:
+            raise UserError(f"{key} is not set; say {key}={hint}.")
 
 
 def describe_bound(fault: Mapping[str, Any]) -> str:

@@ -84,7 +84,7 @@ def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) 
 def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]) -> None:
     """Writes the denoiser to the folder `part`: code, configuration and weights."""
     spec = trained.spec
-    sizes = {name: getattr(spec, name) for name in ("channels", "height", "width")}
+    sizes = {name: vars(spec)[name] for name in ("channels", "height", "width")}
     sizes["num_classes"] = spec.null_label
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
@@ -114,7 +114,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         "mean": spec.mean,
         "std": spec.std,
         "class_names": spec.names,
-        "sampling": {key: getattr(trained.sampling, key) for key in SAMPLER_KEYS},
+        "sampling": {key: vars(trained.sampling)[key] for key in SAMPLER_KEYS},
         "autoencoder": name_autoencoder(trained),
         "global_branches": bool(find_branches(trained)),
     }

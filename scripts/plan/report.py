@@ -141,7 +141,7 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
     """Plans a run. Returns the figures of the plan, ready for JSON: name of a figure -> its value,
     or None if the value is unknown."""
     refuse_values(cfg)
-    rates = [key for key in RATE_KEYS if getattr(cfg, key) is not None]
+    rates = [key for key in RATE_KEYS if vars(cfg)[key] is not None]
     if len(rates) > 1:
         raise UserError(f"{' and '.join(rates)} each say how fast the run is; give one.")
 

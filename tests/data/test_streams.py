@@ -24,7 +24,6 @@ from tests.harness.batches import (
 )
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, save_random_set
-from tests.harness.words import CPU
 
 
 def find_sample(order, position):
@@ -197,12 +196,11 @@ def test_samples_are_those_of_the_set(folder, open_set):
     stream = take(loader, 11)  # more than an epoch of 101
     parts = [draw_random_samples(size, seed) for seed, size in enumerate(SIZES)]
     whole = LatentTensors(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-    normalise = loader.spec.make_normaliser(CPU)
     raw = draw_samples(whole.gather(stream.ids), 0, stream.position)
-    assert torch.equal(stream.latents, normalise(raw))
+    assert torch.equal(stream.latents, loader.normalise(raw))
     assert torch.equal(stream.condition.labels, whole.labels[stream.ids])
     held_out = draw_random_samples(5, 9)["latents"]
-    assert torch.equal(join(loader.held_out(5)).latents, normalise(held_out))
+    assert torch.equal(join(loader.held_out(5)).latents, loader.normalise(held_out))
 
 
 def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(folder, capsys):

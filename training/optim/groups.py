@@ -1,8 +1,8 @@
-"""Parameter groups of the optimizer, and their gradients."""
+"""Parameter groups of the optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +12,6 @@ from common.config.build import resolve_target
 from models.adapters import find_trained_parameters
 from models.layers import Ranges
 from training.heads import ModelWithHeads
-
-
-def list_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Lists the gradients of those parameters that have one."""
-    return [p.grad for p in parameters if p.grad is not None]
 
 
 def make_parameter_groups(network: ModelWithHeads, optim: Mapping[str, Any]) -> Groups:

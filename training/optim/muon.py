@@ -34,10 +34,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from accel.composite_optimizer import PART_ELEMENTS, Groups
-from accel.sharding import add_up, divide_anew, locate_shard, to_local
+from accel.sharding import add_up, divide_anew, list_grads, locate_shard, to_local
 from common.errors import UserError
 from models.layers import Ranges
-from training.optim.groups import list_grads
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients a, b and c of the polynomial a·x + b·x³ + c·x⁵. Applied five times, it maps

@@ -52,7 +52,7 @@ def spend_budget(cfg: TrainConfig, seconds: Mapping[str, float]) -> TrainConfig:
     paused = 0.0
     counts = {}
     for key, task in PAUSES.items():
-        every = getattr(cfg, key)
+        every = vars(cfg)[key]
         if every:
             cost = seconds.get(task, 1e-9)  # not measured if the first start had none
             wanted = cfg.total_samples / cfg.batch_size / every

@@ -361,7 +361,7 @@ def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device)
 def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
     """Builds the denoiser that the configuration `node` describes, for latents of `spec`, on the
     meta device: its tensors have shapes, but no values and no memory."""
-    shape: dict[str, Any] = {n: getattr(spec, n) for n in ("channels", "height", "width")}
+    shape: dict[str, Any] = {n: vars(spec)[n] for n in ("channels", "height", "width")}
     shape["num_classes"] = spec.null_label
     if node.get("conditioning", "class") != "class":
         shape["text"] = spec.text and asdict(spec.text)
