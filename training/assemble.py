@@ -286,7 +286,8 @@ def build_parts(
     kernels = prove_kernels(stack, model, loader.spec, loader.batch_size, folder)
     if base is not None:
         rows = load_base(model, loader.spec, base, cfg.model)
-        ranks.say(f"the adapter's base is {base.file}{rows}")
+        if rows:
+            ranks.say(f"the adapter's base is {base.file}{rows}")
     return Parts(loader, objective, base, model, stack, kernels)
 
 

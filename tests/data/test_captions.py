@@ -30,7 +30,7 @@ def test_each_different_caption_is_stored_once(dtype, tmp_path):
     text = read_manifest(folder).text
     assert (text.count, text.per_image, text.width, text.dtype) == (31, 3, 256, dtype)
     assert len(set(table.texts)) == 31
-    stored = table.gather(torch.arange(-1, 30))
+    stored = table.columns.select(torch.arange(-1, 30))
     texts = ["", *table.texts[:30]]
     assert table.texts[30] == ""
     assert stored.pooled[0].tolist() == text.empty_pooled
@@ -39,7 +39,7 @@ def test_each_different_caption_is_stored_once(dtype, tmp_path):
     assert stored.lengths.tolist() == again.lengths.tolist()
     close = torch.cosine_similarity(stored.tokens.float(), again.tokens.float(), dim=2)
     assert (close[stored.tokens.abs().sum(2) > 0] > (0.9999 if dtype == "float16" else 0.999)).all()
-    assert read_table(folder, "pooled").gather(torch.arange(3)).tokens.shape == (3, 0, 256)
+    assert read_table(folder, "pooled").columns.select(torch.arange(3)).tokens.shape == (3, 0, 256)
 
 
 @pytest.mark.parametrize("kind", LOADERS)
