@@ -3,7 +3,7 @@ each: length, hash, names, dtypes, shapes, labels, finite values.
 
 `BlockReader` reads a block by its offset in the manifest; it parses no tar and unpickles nothing.
 The samples of a split are numbered in the manifest's order; a sample's number is its id in a
-`Batch`. `BlockLoader` is the base of the loaders that read blocks during training.
+`Batch`.
 
 Letters: n samples of a block, B samples of a batch.
 """
@@ -15,17 +15,18 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from common.encoded_text import EncodedText
 from common.errors import UserError
 from common.text import escape_unprintable, shorten_error
 from common.workers import Prefetcher, Readers
 from data.caption_table import CaptionTable
-from data.loader import Batch, LatentLoader, LatentTensors, LoaderArgs, choose_captions
+from data.loader import LatentTensors, choose_captions
 from data.manifest import Block, Manifest, Normalisation, Shard, make_spec, read_manifest
 from data.rows import Rows, join_rows, split_rows
 from data.source import Source, describe_failed_read, open_source
@@ -161,10 +162,29 @@ class BlockReader:
         tensors = self.read(number)
         return join_rows([tensors[name] for name in self.sample_template])
 
-    def unpack_rows(self, rows: Rows) -> LatentTensors:
-        """Converts rows of bytes, as `read_rows` returns them, to tensors on the device of
-        `rows`. The rows may have further bytes, such as those of captions."""
-        return LatentTensors(**split_rows(rows, self.sample_template))
+    def unpack_rows(
+        self, rows: Rows, captions: CaptionTable | None = None
+    ) -> tuple[LatentTensors, EncodedText | None]:
+        """Converts rows of bytes, as `read_rows` returns them, to samples; with a table of captions
+        also converts the captions that `append_captions` appended. All tensors are on the device of
+        `rows`."""
+        text = None if captions is None else captions.unpack_rows(rows[:, self.row_bytes :])
+        return LatentTensors(**split_rows(rows, self.sample_template)), text
+
+    def read_in_order(
+        self, size: int, device: torch.device, skipped: dict[str, int]
+    ) -> Iterator[LatentTensors]:
+        """Yields all samples of the split once, in order and on `device`, `size` at a time; the
+        last part may be smaller. A thread reads one block ahead. At the end the method adds the
+        blocks that it skipped to `skipped` (see `add_skipped`). Raises the errors of `read`."""
+        readers = Readers(1, "held-out")
+        try:
+            content = map(self.read_rows, range(len(self.places)))
+            for rows in cut_rows(Prefetcher(content, readers), size):
+                yield self.unpack_rows(rows.to(device))[0]
+        finally:
+            readers.close()
+            add_skipped(skipped, self.take_reports())
 
     def take_reports(self) -> list[SkippedBlock]:
         reports = self.reports
@@ -334,53 +354,6 @@ def append_captions(
     columns = split_rows(rows, blocks.sample_template, ("ids", "captions"))
     numbers = choose_captions(columns["captions"], columns["ids"], seed, epoch)
     return torch.cat((rows, join_rows(list(captions.columns.select(numbers)))), dim=1)
-
-
-class BlockLoader(LatentLoader):
-    """Base of the loaders that read blocks during training. It has a reader of each split, and
-    yields the held-out split.
-
-    Its captions are in host memory. Where a sample is read, its row of bytes gets the caption that
-    is chosen for it, so that the device only holds captions that it needs.
-    """
-
-    def __init__(
-        self,
-        spec: LatentSpec,
-        train: BlockReader,
-        held_out: BlockReader,
-        **args: Unpack[LoaderArgs],
-    ) -> None:
-        super().__init__(spec, **args)
-        self.blocks = train
-        self.held_out_blocks = held_out
-        self.held_out_count = held_out.count
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a sample with its caption."""
-        return self.blocks.row_bytes + (self.captions.row_bytes if self.captions else 0)
-
-    def make_batch_of_rows(self, rows: Rows, position: Tensor) -> Batch:
-        """Makes a training batch from rows of bytes, which `append_captions` made."""
-        text = None
-        if self.captions is not None:
-            text = self.captions.unpack_rows(rows[:, self.blocks.row_bytes :])
-        return self.make_batch(self.blocks.unpack_rows(rows), position, text)
-
-    def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """Yields the held-out split once, in its fixed order (see `LatentLoader.held_out`). A
-        thread reads one block ahead."""
-        blocks = self.held_out_blocks
-        readers = Readers(1, "held-out")
-        try:
-            content = (blocks.read_rows(number) for number in range(len(blocks.places)))
-            for number, rows in enumerate(cut_rows(Prefetcher(content, readers), batch_size)):
-                samples = blocks.unpack_rows(rows.to(self.device))
-                yield self.make_plain_batch(samples, number * batch_size)
-        finally:
-            readers.close()
-            add_skipped(self.skipped, blocks.take_reports())
 
 
 def cut_rows(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:

@@ -58,11 +58,13 @@ def join_text(texts: list[str]) -> UInt8[Tensor, "bytes"]:
     return torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8)
 
 
-def read_captions(blocks: BlockReader, level: str, device: torch.device) -> CaptionTable:
-    """Reads the captions of the set of `blocks`. Raises DamagedBlockError if a block differs from
-    the manifest."""
+def read_captions(blocks: BlockReader, level: str, device: torch.device) -> CaptionTable | None:
+    """Reads the captions of the set of `blocks`; returns None if `level` (see `LoaderArgs`) is
+    "none" or the set has no captions. Raises DamagedBlockError if a block differs from the
+    manifest."""
     spec = blocks.manifest.text
-    assert spec is not None
+    if spec is None or level == "none":
+        return None
     reader = CaptionBlockReader(blocks.source, blocks.manifest, spec)
     table = CaptionTable(spec, level, device)
     names = ("pooled", "tokens", "lengths") if level == "tokens" else ("pooled",)

@@ -66,4 +66,5 @@ class DigitLatents(InMemoryLatents):
             encoder=PIXEL_ENCODER,
             fingerprint=f"sklearn-digits{suffix}",
         )
-        super().__init__(spec, *splits, **args)
+        super().__init__(spec, **args)
+        self.hold(*splits)

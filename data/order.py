@@ -120,9 +120,6 @@ class ChunkOrder:
         chunk = chunks[bisect_right(chunks, p, key=lambda chunk: chunk.first) - 1]
         return chunk, p - chunk.first
 
-    def find_next(self, chunk: Chunk) -> Chunk:
-        return self.locate(chunk.epoch * self.count + chunk.first + chunk.size)[0]
-
     def draw_permutation(self, chunk: Chunk) -> Tensor:
         return draw_permutation(chunk.size, self.seed, chunk.epoch, chunk.number)
 

@@ -1,23 +1,25 @@
-"""Loaders that keep latents on the device: given tensors, a whole set read from files, or one chunk
-of such a set at a time (`ChunkOrder` in data/order.py)."""
+"""The loader that keeps latents on the device. Its samples are a `WholeSet`, of which the device
+has all, or a `ChunkedSet`, of which it has one chunk at a time (`ChunkOrder` in data/order.py)."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
+from common.encoded_text import EncodedText
 from common.errors import UserError
 from common.memory import GIB, count_host_bytes
 from common.workers import Prefetcher, Readers
-from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, append_captions, open_set
+from data.blocks import BlockReader, OnCorrupt, add_skipped, append_captions, open_set
 from data.caption_blocks import read_captions
-from data.caption_table import count_caption_bytes
+from data.caption_table import CaptionTable, count_caption_bytes
 from data.loader import Batch, Int8Latents, LatentLoader, LatentTensors, LoaderArgs
 from data.manifest import Normalisation
 from data.order import Chunk, ChunkOrder, EpochOrder
@@ -26,59 +28,50 @@ from data.spec import Above0, LatentSpec
 Storage = Literal["native", "int8"]
 
 
-class InMemoryLatents(LatentLoader):
-    """Loader of tensors that are already on the device; it makes a batch by one indexing
-    operation."""
+@dataclass
+class WholeSet:
+    """A set that is on the device as a whole."""
 
-    def __init__(
-        self,
-        spec: LatentSpec,
-        train: LatentTensors,
-        held_out: LatentTensors,
-        **args: Unpack[LoaderArgs],
-    ) -> None:
-        super().__init__(spec, **args)
-        self.train = train
-        self.held_out_split = held_out
-        self.held_out_count = len(held_out.labels)
-        self.order = EpochOrder(len(train.labels), self.seed, self.device)
+    train: LatentTensors
+    held_out: LatentTensors
+    order: EpochOrder
 
-    def batch_at(self, start: int) -> Batch:
-        position = torch.arange(start, start + self.batch_size, device=self.device)
-        return self.make_batch(
-            self.train.gather(self.order.find_ids(start, self.batch_size)), position
-        )
+    def take(self, start: int, count: int) -> tuple[LatentTensors, None]:
+        """Takes the samples at the `count` positions from `start` on, by one indexing operation;
+        the loader chooses their captions."""
+        return self.train.gather(self.order.find_ids(start, count)), None
 
-    def held_out(self, batch_size: int) -> Iterator[Batch]:
-        for start in range(0, self.held_out_count, batch_size):
-            rows = self.held_out_split.gather(slice(start, start + batch_size))
-            yield self.make_plain_batch(rows, start)
+    def take_held_out(self, size: int) -> Iterator[LatentTensors]:
+        """Yields the held-out split once, in order, `size` samples at a time."""
+        for start in range(0, len(self.held_out.labels), size):
+            yield self.held_out.gather(slice(start, start + size))
 
 
-class ChunkedLatents(BlockLoader):
-    """Loader of a set larger than the device's memory. It keeps a chunk of at most `chunk_size`
-    samples on the device, and a buffer of the same size for the next chunk.
+@dataclass(eq=False)
+class ChunkedSet:
+    """A set larger than the device's memory: the device has a chunk of it, of at most
+    `order.chunk_size` samples, and a buffer of the same size for the next chunk.
 
-    Batches come from one buffer while a thread fills the other buffer through pinned memory, on a
-    separate CUDA stream.
+    Samples come from one buffer while a thread fills the other buffer through pinned memory, on a
+    separate CUDA stream. A sample enters a buffer with the caption that is chosen for it, so
+    `captions`, the table of all captions, stays in host memory. The set adds the damaged blocks
+    that it skips to `skipped` (see `add_skipped`).
     """
 
-    def __init__(
-        self,
-        spec: LatentSpec,
-        train: BlockReader,
-        held_out: BlockReader,
-        chunk_size: int,
-        **args: Unpack[LoaderArgs],
-    ) -> None:
-        super().__init__(spec, train, held_out, **args)
-        self.order = ChunkOrder(train.counts, self.seed, chunk_size)
-        self.chunk: Chunk | None = None
-        """The chunk from which batches are currently made; None before the first batch."""
+    train: BlockReader
+    held_out: BlockReader
+    order: ChunkOrder
+    captions: CaptionTable | None
+    row_bytes: int
+    """Bytes of a sample with its caption."""
+    device: torch.device
+    skipped: dict[str, int]
+    chunk: Chunk | None = None
+    """The chunk from which samples are currently taken; None before the first sample."""
 
-    def start_filling(self, first: Chunk) -> None:
+    def start_filling(self, position: int) -> None:
         """Allocates two buffers on the device and starts the thread that fills them with chunks,
-        beginning with the chunk `first`."""
+        beginning with the chunk that contains `position`."""
         cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if cuda else None
         self.last_batch = torch.cuda.Event() if cuda else None
@@ -94,17 +87,18 @@ class ChunkedLatents(BlockLoader):
         if self.copy_stream is not None:
             self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
 
-        # When this loader is freed or the process ends, wait for the thread, because a copy that
-        # runs after the CUDA context is destroyed fails.
+        # When this set is freed or the process ends, wait for the thread, because a copy that runs
+        # after the CUDA context is destroyed fails.
         self.readers = Readers(1, "chunk")
-        self.chunks = Prefetcher(self.fill(buffers, first), self.readers)
+        self.chunks = Prefetcher(self.fill(buffers, position), self.readers)
         self.stop = weakref.finalize(self, self.readers.close, wait=True)
 
-    def fill(self, buffers: list[tuple[Tensor, Tensor]], chunk: Chunk) -> Iterator[Any]:
-        """Yields (chunk, rows, order) for `chunk` and, endlessly, for the chunks after it. `rows`
-        is the buffer with the chunk's samples as bytes, `order` the shuffled row numbers. Fills the
-        two buffers in turn."""
+    def fill(self, buffers: list[tuple[Tensor, Tensor]], position: int) -> Iterator[Any]:
+        """Yields (chunk, rows, order) for the chunk that contains `position` and, endlessly, for
+        the chunks after it. `rows` is the buffer with the chunk's samples as bytes, `order` the
+        shuffled row numbers. Fills the two buffers in turn."""
         while True:
+            chunk, offset = self.order.locate(position)
             rows, order = buffers[0]
 
             # Wait before overwriting this buffer, because the GPU may still be making batches from
@@ -117,10 +111,10 @@ class ChunkedLatents(BlockLoader):
                 if self.readers.closed.is_set():
                     return
                 block = append_captions(
-                    self.blocks.read_rows(number),
-                    self.blocks,
+                    self.train.read_rows(number),
+                    self.train,
                     self.captions,
-                    self.seed,
+                    self.order.seed,
                     chunk.epoch,
                 )
                 self.copy(block, rows[first : first + len(block)])
@@ -129,7 +123,7 @@ class ChunkedLatents(BlockLoader):
             self.copy(self.order.draw_permutation(chunk), order[: chunk.size])
             yield chunk, rows, order[: chunk.size]
             buffers.reverse()
-            chunk = self.order.find_next(chunk)
+            position += chunk.size - offset
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copies `source` from the host to `target` on the device. Waits until this copy has ended,
@@ -141,52 +135,78 @@ class ChunkedLatents(BlockLoader):
             target.copy_(source.pin_memory(), non_blocking=True)
             self.copy_stream.record_event().synchronize()
 
-    def batch_at(self, start: int) -> Batch:
-        position = torch.arange(start, start + self.batch_size, device=self.device)
+    def take(self, start: int, count: int) -> tuple[LatentTensors, EncodedText | None]:
+        """Takes the samples at the `count` positions from `start` on, and their captions if there
+        is a table of captions. Waits for the thread if a chunk is not yet on the device."""
         parts = []
-        missing = self.batch_size
 
         # Take rows from several chunks if needed, because a batch may span two chunks.
-        while missing:
+        while count:
             chunk, offset = self.order.locate(start)
             if self.chunk is None:
-                self.start_filling(chunk)
+                self.start_filling(start)
             while self.chunk != chunk:
                 # Wait until the next chunk is on the device. The thread may then overwrite the
                 # buffer of the previous one, once the GPU has made its batches.
                 if self.last_batch is not None:
                     self.last_batch.record(torch.cuda.current_stream(self.device))
                 self.chunk, self.rows, self.shuffled_ids = next(self.chunks)
-                add_skipped(self.skipped, self.blocks.take_reports())
-            ids = self.shuffled_ids[offset : offset + missing]
+                add_skipped(self.skipped, self.train.take_reports())
+            ids = self.shuffled_ids[offset : offset + count]
             parts.append(self.rows.index_select(0, ids))
             start += len(ids)
-            missing -= len(ids)
-        return self.make_batch_of_rows(torch.cat(parts), position)
+            count -= len(ids)
+        return self.train.unpack_rows(torch.cat(parts), self.captions)
 
-    def state_dict(self) -> dict[str, int]:
-        return super().state_dict() | {"chunk": self.order.chunk_size}
+    def take_held_out(self, size: int) -> Iterator[LatentTensors]:
+        """Reads the held-out split once, in order; yields `size` samples at a time."""
+        return self.held_out.read_in_order(size, self.device, self.skipped)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Loads the state of a run, and uses that run's chunk size, because the order of samples
-        depends on the chunk size."""
-        super().load_state_dict(state)
-        self.order = ChunkOrder(self.blocks.counts, self.seed, state["chunk"])
+    def restart(self, chunk_size: int) -> None:
+        """Ends the thread, frees the two buffers, and cuts the set into chunks of at most
+        `chunk_size` samples; the next samples may be at any position."""
         if self.chunk is not None:
             self.stop()
             self.chunk = None
-
-            # Free the device memory of the two buffers.
             del self.chunks, self.rows, self.shuffled_ids
+        self.order = ChunkOrder(self.train.counts, self.order.seed, chunk_size)
 
 
-class ResidentLatents(LatentLoader):
+class InMemoryLatents(LatentLoader):
+    """Base of the loaders that keep samples on the device, as a whole or a chunk at a time. A
+    subclass sets `samples` and `held_out_count`; if it has the set as tensors, it calls `hold`."""
+
+    samples: WholeSet | ChunkedSet
+
+    @property
+    def whole(self) -> WholeSet:
+        """The set; it must be on the device as a whole."""
+        assert isinstance(self.samples, WholeSet)
+        return self.samples
+
+    def hold(self, train: LatentTensors, held_out: LatentTensors) -> None:
+        """Makes batches from these tensors, which are on the device."""
+        order = EpochOrder(len(train.labels), self.seed, self.device)
+        self.samples = WholeSet(train, held_out, order)
+        self.held_out_count = len(held_out.labels)
+
+    def batch_at(self, start: int) -> Batch:
+        position = torch.arange(start, start + self.batch_size, device=self.device)
+        rows, text = self.samples.take(start, self.batch_size)
+        return self.make_batch(rows, position, text)
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        for number, rows in enumerate(self.samples.take_held_out(batch_size)):
+            yield self.make_plain_batch(rows, number * batch_size)
+
+
+class ResidentLatents(InMemoryLatents):
     """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
     The device holds the whole set if the set takes at most `device_memory_gib` (null: half of the
-    free memory), otherwise one chunk at a time (`ChunkedLatents`); the loader prints which of the
-    two, and why. `storage="int8"` halves the memory of 16-bit latents; the loader prints the
-    rounding error. `normalisation`: "channel" uses the mean and std per channel that
+    free memory), otherwise one chunk at a time (`ChunkedSet`); the loader prints which of the two,
+    and why. `storage="int8"` halves the memory of 16-bit latents; the loader prints the rounding
+    error. `normalisation`: "channel" uses the mean and std per channel that
     precompute_latents.py measured, "scale_shift" uses the autoencoder's constants, and `[[means],
     [stds]]` these numbers. Captions, if the run uses them, are on the device with the whole set;
     with chunks they are in host memory. The loader refuses a set made with another encoder than
@@ -232,21 +252,19 @@ class ResidentLatents(LatentLoader):
 
         # Keep the whole set on the device if it fits, otherwise a chunk at a time; chunks cannot be
         # stored as int8.
-        device = self.device
-        allowed = find_allowed_memory(device, device_memory_gib, self.world_size)
+        allowed = find_allowed_memory(self.device, device_memory_gib, self.world_size)
         sample_bytes = count_sample_bytes(train, storage)
         caption_bytes = count_caption_bytes(spec.text, self.text)
         whole = sample_bytes * (train.count + held_out.count) + caption_bytes
-        self.loader: LatentLoader
         if whole <= allowed:
             plan = "all of it on the device"
-            tensors, error = read_split(train, device, storage)
+            tensors, worst = read_split(train, self.device, storage)
             if storage == "int8":
-                worst = (error / torch.tensor(train.manifest.std)).max()
                 plan += f"; int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst)"
-            held_out_tensors, _ = read_split(held_out, device, storage)
-            self.loader = InMemoryLatents(spec, tensors, held_out_tensors, **args)
-            add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
+            held_out_tensors, _ = read_split(held_out, self.device, storage)
+            add_skipped(self.skipped, train.take_reports() + held_out.take_reports())
+            self.captions = read_captions(train, self.text, self.device)
+            self.hold(tensors, held_out_tensors)
         elif storage == "int8":
             raise UserError(
                 f"data.storage=int8: {format_gib(sample_bytes * train.count)} do not fit into the "
@@ -254,18 +272,16 @@ class ResidentLatents(LatentLoader):
                 "time, or raise data.device_memory_gib."
             )
         else:
-            row_bytes = sample_bytes + caption_bytes // (spec.text.count if spec.text else 1)
+            self.captions = read_captions(train, self.text, torch.device("cpu"))
+            row_bytes = sample_bytes + (self.captions.row_bytes if self.captions else 0)
             chunk_size = min(train.count, int(allowed // (2 * row_bytes)))
             plan = f"a chunk of {chunk_size} samples on the device, and the next one on its way"
-            self.loader = ChunkedLatents(spec, train, held_out, chunk_size, **args)
+            order = ChunkOrder(train.counts, self.seed, chunk_size)
+            self.samples = ChunkedSet(
+                train, held_out, order, self.captions, row_bytes, self.device, self.skipped
+            )
+            self.held_out_count = held_out.count
 
-        if self.text != "none":
-            whole_set = isinstance(self.loader, InMemoryLatents)
-            place = device if whole_set else torch.device("cpu")
-            self.loader.captions = read_captions(train, self.text, place)
-        self.captions = self.loader.captions
-        self.skipped = self.loader.skipped
-        self.held_out_count = held_out.count
         if self.rank == 0:
             rule = "half of what is free" if device_memory_gib is None else "as given"
             print(
@@ -274,24 +290,24 @@ class ResidentLatents(LatentLoader):
                 flush=True,
             )
 
-    def batch_at(self, start: int) -> Batch:
-        return self.loader.batch_at(start)
-
-    def held_out(self, batch_size: int) -> Iterator[Batch]:
-        return self.loader.held_out(batch_size)
-
     def state_dict(self) -> dict[str, int]:
-        return self.loader.state_dict() | super().state_dict()
+        state = super().state_dict()
+        if isinstance(self.samples, ChunkedSet):
+            state["chunk"] = self.samples.order.chunk_size
+        return state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        if ("chunk" in state) != isinstance(self.loader, ChunkedLatents):
+        """Loads the state of a run, and uses that run's chunk size, because the order of samples
+        depends on the chunk size. Raises UserError if only one of the two runs has chunks."""
+        if ("chunk" in state) != isinstance(self.samples, ChunkedSet):
             content = "a chunk of the set" if "chunk" in state else "all of the set"
             raise UserError(
                 f"the run was started with {content} on the device, which is another order of "
                 "samples; set data.device_memory_gib back to the value it had."
             )
-        self.loader.load_state_dict(state)
         super().load_state_dict(state)
+        if isinstance(self.samples, ChunkedSet):
+            self.samples.restart(state["chunk"])
 
 
 def format_gib(size: float) -> str:
@@ -337,8 +353,8 @@ def read_split(
     blocks: BlockReader, device: torch.device, storage: Storage
 ) -> tuple[LatentTensors, Tensor]:
     """Reads a split onto `device`, block by block. Returns the split's samples, and the RMS
-    rounding error of the latents per channel, of shape (C,); the error is 0 unless `storage` is
-    "int8"."""
+    rounding error of the latents, as a part of their channel's std, in the channel where this part
+    is largest; the error is 0 unless `storage` is "int8"."""
     # Begin with empty tensors, because the names and shapes of tensors come from the first block,
     # and an empty split has no block.
     split: dict[str, Any] = {
@@ -360,4 +376,5 @@ def read_split(
                 squares += error.double().square().sum((0, 2, 3))
 
     values = max(1, blocks.count * math.prod(blocks.shape[1:]))
-    return LatentTensors(**split), (squares / values).sqrt()
+    error = (squares / values).sqrt() / torch.tensor(blocks.manifest.std)
+    return LatentTensors(**split), error.max()

@@ -26,18 +26,10 @@ from common.errors import UserError
 from common.memory import GIB
 from common.text import shorten_error
 from common.workers import Prefetcher, Readers, refuse_small_shared_memory
-from data.blocks import (
-    BlockLoader,
-    BlockReader,
-    OnCorrupt,
-    SkippedBlock,
-    add_skipped,
-    append_captions,
-    open_set,
-)
+from data.blocks import BlockReader, OnCorrupt, SkippedBlock, add_skipped, append_captions, open_set
 from data.caption_blocks import read_captions
 from data.caption_table import CaptionTable
-from data.loader import Batch, LoaderArgs
+from data.loader import Batch, LatentLoader, LoaderArgs
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
 from data.rows import Rows
@@ -192,7 +184,7 @@ def end_reading(feeder: Readers, batches: Generator[Any]) -> None:
         batches.close()
 
 
-class StreamedLatents(BlockLoader):
+class StreamedLatents(LatentLoader):
     """Streams the latent set at `path`, a folder or a URL, block by block.
 
     A batch takes its samples from `streams` parts of the set, and each part is shuffled within
@@ -201,9 +193,10 @@ class StreamedLatents(BlockLoader):
     at most `host_memory_gib` of host memory; the loader prints how much. `num_workers` processes
     each read `prefetch_factor` batches ahead; with 0, threads of the training process read. With
     `persistent_workers` the workers continue to run at the end of an epoch; otherwise new workers
-    start for each epoch. `timeout`, `retries` and `cache` have an effect for URLs only
-    (data/source.py). `normalisation`, `encoder` and `latent_scale` mean the same as for
-    `ResidentLatents`.
+    start for each epoch. Captions are in host memory; a sample gets its caption where it is read,
+    so the device only has captions that it needs. `timeout`, `retries` and `cache` have an effect
+    for URLs only (data/source.py). `normalisation`, `encoder` and `latent_scale` mean the same as
+    for `ResidentLatents`.
     """
 
     @classmethod
@@ -236,9 +229,11 @@ class StreamedLatents(BlockLoader):
         remote = {"cache": cache, "timeout": timeout, "retries": retries}
         spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
         spec = spec.with_order(str(window))
-        super().__init__(spec, train, held_out, **args)
-        if self.text != "none":
-            self.captions = read_captions(train, self.text, torch.device("cpu"))
+        super().__init__(spec, **args)
+        self.blocks = train
+        self.held_out_blocks = held_out
+        self.held_out_count = held_out.count
+        self.captions = read_captions(train, self.text, torch.device("cpu"))
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
@@ -291,10 +286,11 @@ class StreamedLatents(BlockLoader):
         of the joined batches."""
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
+            row_bytes = self.blocks.row_bytes + (self.captions.row_bytes if self.captions else 0)
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                self.batch_size * self.row_bytes,
+                self.batch_size * row_bytes,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 
@@ -339,7 +335,13 @@ class StreamedLatents(BlockLoader):
         add_skipped(self.skipped, reports)
         rows = rows.to(self.device, non_blocking=True)
         position = position.to(self.device, non_blocking=True)
-        return self.make_batch_of_rows(rows, position)
+        samples, text = self.blocks.unpack_rows(rows, self.captions)
+        return self.make_batch(samples, position, text)
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        parts = self.held_out_blocks.read_in_order(batch_size, self.device, self.skipped)
+        for number, samples in enumerate(parts):
+            yield self.make_plain_batch(samples, number * batch_size)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}

@@ -61,9 +61,8 @@ class SyntheticLatents(InMemoryLatents):
             encoder=PIXEL_ENCODER,
             fingerprint=f"synthetic-{channels}x{height}x{width}-{num_classes}-{count}-{args['seed']}",
         )
-        super().__init__(
-            spec,
+        super().__init__(spec, **args)
+        self.hold(
             LatentTensors(latents[:count], labels[:count]),
             LatentTensors(latents[count:], labels[count:]),
-            **args,
         )

@@ -25,9 +25,10 @@ from accel.ledger import Ledger
 from common.condition import Condition
 from common.config.build import build
 from common.errors import UserError
+from data.digits import DigitLatents
 from data.loader import Batch
 from data.order import EpochOrder
-from data.resident import InMemoryLatents
+from data.synthetic import SyntheticLatents
 from scripts.bench import Words
 from scripts.bench.step import Loop
 from scripts.timing import MemoryPeak
@@ -86,13 +87,13 @@ class NewcomersLoop(Loop):
         # `storage` names.
         samples = self.cfg.batch_size
         self.source = build_loader(self.cfg.data, self.cfg.seed, samples, self.device)
-        if not isinstance(self.source, InMemoryLatents):
+        if not isinstance(self.source, DigitLatents | SyntheticLatents):
             target = self.cfg.data["_target_"]
             raise UserError(f"the newcomer takes data=synthetic or data=digits, not {target}.")
         self.spec = self.source.spec
         self.items: Dataset | None = None
         if storage != "resident":
-            train = self.source.train
+            train = self.source.whole.train
             latents = self.source.normalise(train.as_floating()).cpu()
             labels = train.labels.cpu()
             # Delete the loader, which frees the device's copy of the set.

@@ -274,7 +274,7 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
         latents.spec = spec
         latents.captions = make_blank_table(spec.text, find_text_level(cfg.model), device)
         if latents.captions is not None:
-            for split in (latents.train, latents.held_out_split):
+            for split in (latents.whole.train, latents.whole.held_out):
                 split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
         return latents
 

@@ -11,7 +11,6 @@ from common.config.build import build
 from common.config.compose import compose
 from data.digits import DigitLatents
 from data.loader import LatentLoader, LatentTensors, draw_samples
-from data.resident import InMemoryLatents
 from data.spec import LatentSpec
 from data.synthetic import SyntheticLatents
 from tests.harness import batches
@@ -136,26 +135,20 @@ def test_synthetic_refuses_an_empty_set():
 STEPS = torch.arange(1.0, 17.0).view(16, 1, 1, 1)
 
 
-def in_memory(seed=0, **tensors):
-    """Makes a loader of `tensors` that normalises nothing."""
-    split = LatentTensors(labels=torch.zeros(len(tensors["latents"]), dtype=torch.long), **tensors)
-    channels, height, width = tensors["latents"].shape[1:]
-    statistics = {"mean": [0.0] * channels, "std": [1.0] * channels}
-    spec = LatentSpec(channels, height, width, 1, len(split.labels), ["one"], **statistics)
-    return InMemoryLatents(spec, split, split, batch_size=8, seed=seed, device=CPU)
-
-
-def draw_often(loader, sample, count):
-    """Draws a sample at the first `count` positions, raw."""
-    rows = loader.train.gather(torch.full((count,), sample))
-    return draw_samples(rows, loader.seed, torch.arange(count))
+def draw_often(tensors, sample, count, seed=0):
+    """Draws a sample of `tensors` at the first `count` positions, raw."""
+    labels = torch.zeros(len(tensors["latents"]), dtype=torch.long)
+    rows = LatentTensors(labels=labels, **tensors).gather(torch.full((count,), sample))
+    return draw_samples(rows, seed, torch.arange(count))
 
 
 def test_mirroring_depends_on_seed_and_position_only():
-    loader, other_seed = (in_memory(seed, latents=STEPS, mirrored=-STEPS) for seed in (0, 1))
-    flips = draw_often(loader, 0, 2000).flatten() < 0
-    assert torch.equal(flips, draw_often(loader, 5, 2000).flatten() < 0)
-    assert not torch.equal(flips, draw_often(other_seed, 0, 2000).flatten() < 0)
+    flips, other_sample, other_seed = (
+        draw_often({"latents": STEPS, "mirrored": -STEPS}, sample, 2000, seed).flatten() < 0
+        for sample, seed in ((0, 0), (5, 0), (0, 1))
+    )
+    assert torch.equal(flips, other_sample)
+    assert not torch.equal(flips, other_seed)
     assert abs(flips.float().mean() - 0.5) < 0.05
 
 
@@ -164,9 +157,9 @@ def test_posterior_has_the_stored_mean_and_std():
     mean = torch.tensor([[-3.0, 5.0], [1.0, 2.0]]).view(2, 2, 1, 1)
     std = torch.tensor([[0.5, 2.0], [0.1, 4.0]]).view(2, 2, 1, 1)
     mirrored, mirrored_std = mean + 500.0, 10.0 * std
-    loader = in_memory(latents=mean, std=std, mirrored=mirrored, mirrored_std=mirrored_std)
+    tensors = {"latents": mean, "std": std, "mirrored": mirrored, "mirrored_std": mirrored_std}
     for i in range(2):
-        drawn = draw_often(loader, i, 40_000)
+        drawn = draw_often(tensors, i, 40_000)
         flipped = drawn[:, 0].flatten() > 250
         for noise in (
             ((drawn - mean[i]) / std[i])[~flipped],
@@ -188,15 +181,15 @@ def test_denormalise_inverts_normalise():
 
 
 def test_scale_shift_is_the_convention_of_diffusers(latent_folder):
-    loader = resident(latent_folder, normalisation="scale_shift").loader
+    loader = resident(latent_folder, normalisation="scale_shift")
     raw = draw_random_samples(29, 0)["latents"]
     torch.testing.assert_close(loader.normalise(raw), (raw.float() - 0.25) * 0.5)
 
 
-def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_folder):
+def test_the_thread_that_fills_the_next_chunk_ends_before_the_process(latent_folder):
     """A copy that outlives the CUDA context would end a finished run with an error."""
-    loader = chunked(latent_folder).loader
-    read_block = loader.blocks.read
+    samples = chunked(latent_folder).samples
+    read_block = samples.train.read
     reading = threading.Event()
     released = threading.Event()
     numbers = []
@@ -207,15 +200,14 @@ def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_fo
         released.wait()
         return read_block(number)
 
-    loader.blocks.read = read_slowly
-    chunk = loader.order.find_epoch(3)[0]
-    assert len(chunk.blocks) > 1
-    loader.start_filling(chunk)
+    samples.train.read = read_slowly
+    assert len(samples.order.find_epoch(3)[0].blocks) > 1
+    samples.start_filling(3 * samples.order.count)
     reading.wait()
-    assert loader.stop.atexit
+    assert samples.stop.atexit
 
     # `stop` waits for the block that is being read and starts no further one
     threading.Timer(0.2, released.set).start()
-    loader.stop()
-    assert not any(thread.is_alive() for thread in loader.readers.threads)
+    samples.stop()
+    assert not any(thread.is_alive() for thread in samples.readers.threads)
     assert len(numbers) == 1

@@ -11,7 +11,7 @@ import torch
 
 from data.loader import LatentTensors, draw_samples
 from data.order import ChunkOrder, RankPositions, StreamOrder
-from data.resident import ChunkedLatents
+from data.resident import ChunkedSet
 from data.streamed import StreamDataset, StreamedLatents, choose_stream_count
 from tests.harness.batches import (
     assert_same,
@@ -206,7 +206,7 @@ def test_samples_are_those_of_the_set(folder, open_set):
 def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(folder, capsys):
     """A resumed run keeps their size."""
     original = chunked(folder)
-    assert isinstance(original.loader, ChunkedLatents)
+    assert isinstance(original.samples, ChunkedSet)
     assert re.search(r"are allowed \(as given\), so a chunk of", capsys.readouterr().out)
     state = original.state_dict()
     resumed = chunked(folder, 40)
@@ -221,7 +221,7 @@ def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(folder, capsys):
 def test_int8_states_its_error_and_keeps_to_it(folder, capsys):
     exact = resident(folder)
     samples = [
-        loader.loader.train.gather(torch.arange(101)).as_floating().float()
+        loader.whole.train.gather(torch.arange(101)).as_floating().float()
         for loader in (exact, resident(folder, storage="int8"))
     ]
     percent = re.search(r"int8 moves a latent by ([\d.]+)%", capsys.readouterr().out)

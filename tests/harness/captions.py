@@ -68,7 +68,7 @@ def save_digits(folder, templates=TEMPLATES, count=None, captionless=None, **set
     """Writes the digits, or the first `count` of each split, with a caption for each template, but
     none for the digit `captionless`."""
     loader = DigitLatents(batch_size=1, seed=0, device=CPU)
-    splits = {"train": loader.train, "held_out": loader.held_out_split}
+    splits = {"train": loader.whole.train, "held_out": loader.whole.held_out}
     shards = [
         (name, {"latents": split.latents[:count], "labels": split.labels[:count]})
         for name, split in splits.items()
@@ -87,4 +87,6 @@ def save_digits(folder, templates=TEMPLATES, count=None, captionless=None, **set
 def read_table(folder, level="tokens"):
     """The captions of a latent set, encoded."""
     manifest = read_manifest(folder)
-    return read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
+    table = read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
+    assert table is not None
+    return table

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.resident import ChunkedLatents
+from data.resident import ChunkedSet
 from data.spec import LatentSpec
 from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import sample
@@ -207,7 +207,7 @@ def test_labels_of_a_set_in_chunks(tmp_path):
     save_random_set(tmp_path, 40, held_out=4)
     node = {"_target_": "data.resident.ResidentLatents", "path": str(tmp_path)}
     node["device_memory_gib"] = 5e-6
-    assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
+    assert isinstance(build_loader(node, 0, 4, CPU).samples, ChunkedSet)
     loader = build_loader(node, 0, 20, CPU)
     samples = list_samples(open_data(node, loader.spec, 0), "data", 20)
     assert torch.equal(samples[0], next(loader).condition.labels)
