@@ -45,10 +45,9 @@ from evaluation.distances import (
 from evaluation.features import build_features, decode_images
 from models.images import Autoencoder
 from sampling.draw import ResumableChunks
-from sampling.load import SampleStream
 from training.assemble import Training
 from training.checkpoint.load import describe_difference
-from training.drawing import open_data
+from training.drawing import SampleStream, open_data
 from training.evaluate import share_work
 
 PROTOCOL_FILE = "fd_protocol.json"
@@ -315,7 +314,7 @@ class TrainingDistances:
         batch_size = max(1, training.micro_batch // 2)
         conditions = training.choose_conditions("train", self.count)
         self.stream = SampleStream(
-            training.step.compute_velocity, spec, cfg.sampling, conditions, 0, batch_size, device
+            training.step.compute_velocity, spec, cfg.sampling, conditions, 0, batch_size
         )
 
         for name, space in self.evaluator.spaces.items():

@@ -151,7 +151,8 @@ class SampleJob:
 
     def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
         from common.environment import pick_device
-        from sampling.load import SampleStream, load_run
+        from sampling.load import load_run
+        from training.drawing import SampleStream
 
         # Connect the processes now: the first call of `wait_for_all` does so.
         ranks.wait_for_all()
@@ -167,7 +168,7 @@ class SampleJob:
         sampling = self.trained.change_sampling(**changes)
         conditions = self.choose_conditions()
         self.stream = SampleStream(
-            trained.forward, trained.spec, sampling, conditions, cfg.seed, cfg.batch_size, device
+            trained.forward, trained.spec, sampling, conditions, cfg.seed, cfg.batch_size
         )
         self.ledger = self.trained.warm_up(conditions, cfg.batch_size, sampling.guidance)
         self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)

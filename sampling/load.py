@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from accel.device_memory import refuse_large_batch
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
 from common.config.compose import apply_schema, read_config
-from common.config.schema import RuntimeConfig, SamplingConfig, to_plain
+from common.config.schema import RuntimeConfig, SamplingConfig
 from common.encoded_text import TextEncoder
 from common.environment import pick_device
 from common.errors import UserError
@@ -32,7 +32,7 @@ from models.images import Autoencoder, to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import check_internal_guidance
 from training.checkpoint.load import find_weights_file, read_newest
-from training.drawing import Conditions, check_guidance, draw_latents
+from training.drawing import Conditions, SampleStream, check_guidance
 from training.inputs import find_text_level, prove_kernels
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder
@@ -167,14 +167,9 @@ class TrainedModel:
         sampling = self.change_sampling(**changes)
         conditions = self.make_conditions(labels, prompts)
 
-        latents = []
+        stream = SampleStream(self.forward, self.spec, sampling, conditions, seed, batch_size)
         positions = torch.arange(len(conditions.labels), device=self.device)
-        for position in positions.split(batch_size):
-            condition = conditions(position)
-            latents.append(
-                draw_latents(self.forward, self.spec, condition, position, seed, sampling)
-            )
-        return torch.cat(latents)
+        return torch.cat([stream.draw(position)[1] for position in positions.split(batch_size)])
 
     def decode(
         self, latents: Float[Tensor, "N C H W"], batch_size: int = 64
@@ -214,55 +209,6 @@ class TrainedModel:
             if why:
                 ledger.append(LedgerRow(kind.key, requested[kind.key], False, why))
         return ledger
-
-
-@dataclass(frozen=True)
-class SampleStream:
-    """An endless sequence of samples, numbered from 0. Label, caption and noise of sample i depend
-    only on (seed, i).
-
-    All batches have `batch_size` samples, even if the caller needs fewer: so with the same
-    `batch_size` a sample is the same, bit for bit, for any number of samples and on any rank.
-    """
-
-    forward: Callable[..., Tensor]
-    spec: LatentSpec
-    sampling: SamplingConfig
-    conditions: Conditions
-    seed: int
-    batch_size: int
-    device: torch.device
-
-    def draw_batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
-        """Draws batch `number`: returns labels and raw latents of `batch_size` samples, the first
-        of which is sample number · batch_size. If the samples have texts, the texts' numbers stand
-        in place of the labels."""
-        first = number * self.batch_size
-        position = torch.arange(first, first + self.batch_size, device=self.device)
-        condition = self.conditions(position)
-        latents = draw_latents(
-            self.forward, self.spec, condition, position, self.seed, self.sampling
-        )
-        return condition.numbers, latents
-
-    def describe_protocol(self, stack: AccelerationStack, count: int) -> dict[str, Any]:
-        """Returns setting -> value for all settings, except the weights, on which a metric of
-        `count` samples, such as a Fréchet distance, depends.
-
-        These are the settings of the sampler, the data, and the precision in which the model
-        computes with the techniques of `stack`.
-        """
-        sampling = to_plain(vars(self.sampling))
-        del sampling["per_class"]
-        return {
-            "count": count,
-            "labels": self.conditions.source,
-            "seed": self.seed,
-            **sampling,
-            **stack.describe_arithmetic(),
-            "data": self.spec.fingerprint,
-            "autoencoder": self.spec.encoder_sha256 or self.spec.encoder.get("_target_"),
-        }
 
 
 def load_run(

@@ -7,7 +7,7 @@ samples take theirs in turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
+from accel.stack import AccelerationStack
 from common.condition import Condition
-from common.config.schema import SamplingConfig
+from common.config.schema import SamplingConfig, to_plain
 from common.encoded_text import EncodedText
 from common.errors import UserError
 from common.text import split_lines
@@ -67,6 +68,11 @@ class Conditions:
         place = position % len(self.labels)
         text = self.table and self.table.select(self.numbers[place])
         return Condition(self.labels[place], text)
+
+    def repeat(self, times: int) -> Conditions:
+        """Returns these conditions with each entry `times` times in a row."""
+        labels = self.labels.repeat_interleave(times)
+        return replace(self, labels=labels, numbers=self.numbers.repeat_interleave(times))
 
     def list_numbers(self) -> list[int]:
         """Returns the places of all N entries in `names`."""
@@ -147,17 +153,56 @@ def check_guidance(
         )
 
 
-def draw_latents(
-    model: Callable[..., Tensor],
-    spec: LatentSpec,
-    condition: Condition,
-    position: Int[Tensor, "B"],
-    seed: int,
-    sampling: SamplingConfig,
-) -> Float[Tensor, "B C H W"]:
-    """Samples raw latents, which the autoencoder can decode. The noise of a sample depends only on
-    `seed` and the sample's entry of `position`."""
-    noise = counter_normal(seed, Purpose.SAMPLE, position, spec.shape)
-    return spec.denormalise(
-        draw_normalised(model, condition, spec.null_label, noise, position, seed, vars(sampling))
-    )
+@dataclass(frozen=True)
+class SampleStream:
+    """An endless sequence of samples of a model, numbered from 0. Condition and noise of sample i
+    depend only on (seed, i).
+
+    All batches have `batch_size` samples, even if the caller needs fewer: so with the same
+    `batch_size` a sample is the same, bit for bit, for any number of samples and on any rank.
+    """
+
+    model: Callable[..., Tensor]
+    spec: LatentSpec
+    sampling: SamplingConfig
+    conditions: Conditions
+    seed: int
+    batch_size: int
+
+    def draw(self, position: Int[Tensor, "B"]) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
+        """Draws samples, given by number: returns the numbers of their classes or texts, and raw
+        latents, which the autoencoder can decode."""
+        spec = self.spec
+        condition = self.conditions(position)
+        noise = counter_normal(self.seed, Purpose.SAMPLE, position, spec.shape)
+        settings = vars(self.sampling)
+        latents = draw_normalised(
+            self.model, condition, spec.null_label, noise, position, self.seed, settings
+        )
+        return condition.numbers, spec.denormalise(latents)
+
+    def draw_batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
+        """Draws batch `number`, whose first sample is sample number · batch_size, as `draw`
+        does."""
+        first = number * self.batch_size
+        device = self.conditions.labels.device
+        return self.draw(torch.arange(first, first + self.batch_size, device=device))
+
+    def describe_protocol(self, stack: AccelerationStack, count: int) -> dict[str, Any]:
+        """Returns setting -> value for all settings, except the weights, on which a metric of
+        `count` samples, such as a Fréchet distance, depends.
+
+        These are the settings of the sampler, the data, and the precision in which the model
+        computes with the techniques of `stack`.
+        """
+        sampling = to_plain(vars(self.sampling))
+        del sampling["per_class"]
+        return {
+            "count": count,
+            "labels": self.conditions.source,
+            "seed": self.seed,
+            **sampling,
+            **stack.describe_arithmetic(),
+            "data": self.spec.fingerprint,
+            "autoencoder": self.spec.encoder_sha256 or self.spec.encoder.get("_target_"),
+        }

@@ -17,7 +17,7 @@ from common.output import show_progress
 from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
 from training.assemble import Training
-from training.drawing import draw_latents
+from training.drawing import SampleStream
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -105,24 +105,23 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
     spec = training.loader.spec
     ranks = training.ranks
     columns = cfg.sampling.per_class
-    conditions = training.grid_rows
-    assert conditions is not None
-    count = len(conditions.labels)
-    rows = torch.arange(count, device=training.device).repeat_interleave(columns)
-    places = torch.arange(len(rows), device=training.device)
+    rows = training.grid_rows
+    assert rows is not None
+    samples = rows.repeat(columns)
     # Draw half a micro-batch at a time, because guidance doubles the batch of the model.
-    parts = places.split(max(1, training.micro_batch // 2))
+    size = max(1, training.micro_batch // 2)
+    velocity = training.step.compute_velocity
+    stream = SampleStream(velocity, spec, cfg.sampling, samples, cfg.seed, size)
+    parts = torch.arange(len(samples.labels), device=training.device).split(size)
 
     def draw_images(place: Tensor) -> Tensor:
-        condition = conditions(rows[place])
-        velocity = training.step.compute_velocity
-        latents = draw_latents(velocity, spec, condition, place, cfg.seed, cfg.sampling)
+        _, latents = stream.draw(place)
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
     with training.state.use_averages():
         images = share_work(parts, len(parts), "batches of the sample grid", ranks, draw_images)
     if ranks.first:
-        names = [conditions.names[number] for number in conditions.list_numbers()]
-        note = conditions.note_rows(count, len(spec.names))
+        names = [rows.names[number] for number in rows.list_numbers()]
+        note = rows.note_rows(len(rows.labels), len(spec.names))
         write_grid(file, torch.cat(images).numpy(), columns, names=names, note=note)
     return file

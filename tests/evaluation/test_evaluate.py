@@ -22,12 +22,12 @@ from evaluation.evaluator import Evaluator, make_folder_source
 from models.autoencoders import PixelAutoencoder
 from sampling import draw
 from sampling.draw import ResumableChunks
-from sampling.load import SampleStream
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from tests.harness.limits import start_fork
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
+from training.drawing import SampleStream
 from training.inputs import build_loader
 
 DIGITS = {"_target_": "data.digits.DigitLatents"}

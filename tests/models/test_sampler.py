@@ -7,7 +7,8 @@ from common.condition import Condition
 from common.config.schema import SamplingConfig
 from models.sampler import make_guided_velocity, sample
 from tests.harness.steps import tiny_training
-from training.drawing import draw_latents
+from tests.harness.words import CPU
+from training.drawing import Conditions, SampleStream
 
 
 def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
@@ -20,7 +21,6 @@ def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
 def test_every_setting_of_the_sampler_reaches_the_samples():
     training = tiny_training("mamba", "model.internal_block=1")
     training.model.eval()
-    labels = torch.arange(4)
 
     settings = {
         "shift": 3.0,
@@ -34,7 +34,8 @@ def test_every_setting_of_the_sampler_reaches_the_samples():
     def draw(*keys):
         cfg = SamplingConfig(**{"steps": 4} | {key: settings[key] for key in keys})
         spec = training.loader.spec
-        return draw_latents(training.model, spec, Condition(labels), labels, 0, cfg)
+        turns = Conditions.of_classes(spec, range(4), "balanced", CPU)
+        return SampleStream(training.model, spec, cfg, turns, 0, 4).draw_batch(0)[1]
 
     for key in settings:
         assert not torch.allclose(draw(key), draw()), key

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sampling.load import SampleStream, load_run
+from sampling.load import load_run
 from scripts.import_weights import Kind, WeightsChoice, WeightsConfig, import_weights
 from tests.harness.published_models import SHAPES, draw_weights, import_published, velocity
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder
 from tests.harness.words import CPU
-from training.drawing import Conditions
+from training.drawing import Conditions, SampleStream
 from training.weights.pretrained import load_pretrained
 
 SHAPE = SHAPES["sit"]
@@ -64,7 +64,7 @@ def test_samples_are_those_of_the_published_model(publish):
     def draw(forward, steps):
         sampling = run.change_sampling(solver="euler", steps=steps, guidance=1.0)
         turns = Conditions.of_classes(run.spec, labels, labels, CPU)
-        return SampleStream(forward, run.spec, sampling, turns, 0, 3, CPU).draw_batch(0)[1]
+        return SampleStream(forward, run.spec, sampling, turns, 0, 3).draw_batch(0)[1]
 
     # a model without velocity returns the noise
     x = (draw(lambda x, t, y: torch.zeros_like(x), 1) - mean) / 2.0

@@ -13,6 +13,7 @@ from models.images import LINE_HEIGHT
 from tests.harness.outcomes import are_equal
 from tests.harness.steps import tiny_training
 from training.assemble import GRID_ROWS
+from training.drawing import SampleStream
 from training.evaluate import draw_sample_grid, evaluate, share_work
 
 
@@ -35,10 +36,11 @@ def test_evaluation_is_fixed_uses_the_averages_and_leaves_the_weights():
 def test_a_grid_has_a_row_for_each_class_and_says_what_it_leaves_out(tmp_path, monkeypatch):
     """Samples are the shade of their class."""
 
-    def draw_shades(model, spec, condition, *_):
-        return (condition.labels / 4.5 - 1).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
+    def draw_shades(stream, position):
+        labels = stream.conditions(position).labels
+        return labels, (labels / 4.5 - 1).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
 
-    monkeypatch.setattr("training.evaluate.draw_latents", draw_shades)
+    monkeypatch.setattr(SampleStream, "draw", draw_shades)
     training = tiny_training("mamba", "sampling.per_class=3")
     names = [f"kind {i}" for i in range(9)] + ["an apple of a very long name", *"αβ"]
     spec = dataclasses.replace(training.loader.spec, class_names=names, num_classes=12)
