@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
+from data.caption_table import make_blank_table
 from data.digits import PIXEL_ENCODER
 from data.loader import LatentTensors, LoaderArgs
 from data.resident import InMemoryLatents
@@ -66,3 +67,22 @@ class SyntheticLatents(InMemoryLatents):
             LatentTensors(latents[:count], labels[:count]),
             LatentTensors(latents[count:], labels[count:]),
         )
+
+
+def imitate_set(spec: LatentSpec, count: int, **args: Unpack[LoaderArgs]) -> SyntheticLatents:
+    """Makes a loader of `count` random latents with the shapes of the set `spec`, and with texts of
+    zeros if batches carry texts."""
+    loader = SyntheticLatents(
+        channels=spec.channels,
+        height=spec.height,
+        width=spec.width,
+        num_classes=max(1, spec.num_classes),
+        count=count,
+        **args,
+    )
+    loader.spec = spec
+    loader.captions = make_blank_table(spec.text, args.get("text", "none"), loader.device)
+    if loader.captions is not None:
+        for split in (loader.whole.train, loader.whole.held_out):
+            split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
+    return loader

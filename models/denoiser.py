@@ -106,12 +106,13 @@ class Denoiser(nn.Module):
         self.patch_embed = nn.Linear(patch_values, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, time_scale)
-        by_class = conditioning != "text"
-        self.label_embed = LabelEmbedding(dim, num_classes) if by_class else None
+        by_text = conditioning == "text"
+        self.label_embed = None if by_text else LabelEmbedding(dim, num_classes)
         self.text_embed = build_text_embedding(conditioning, text_tokens, text, dim)
 
-        read_tokens = self.text_embed.count if self.text_embed else 0
-        mixers = build_mixers(shape, mixer, attention, read_tokens)
+        mixers = build_mixers(
+            shape, mixer, attention, self.text_embed.count if self.text_embed else 0
+        )
         self.blocks = build_blocks(shape, mixers, mlp, eps, norm)
 
         # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,

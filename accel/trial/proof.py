@@ -215,12 +215,11 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
     """Runs the model once by `forward()`. Returns one entry for each kind of block, with shapes,
     strides and dtypes of the block's inputs; if the blocks cannot be tried, a sentence that says
     why."""
-    calls: dict[nn.Module, Any] = {}
-
-    def note_call(block: nn.Module, *call: Any) -> None:
-        calls[block] = call
-
-    hooks = [b.register_forward_pre_hook(note_call, with_kwargs=True) for b in blocks_of(model)]
+    calls: list[Any] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+        for block in blocks_of(model)
+    ]
     try:
         forward()
     finally:
@@ -228,7 +227,7 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
             hook.remove()
 
     uses: dict[str, Use] = {}
-    for block, (tensors, options) in calls.items():
+    for block, tensors, options in calls:
         if not all(
             isinstance(t, Tensor) and t.is_floating_point() and len(t) == 2 for t in tensors
         ):
@@ -281,9 +280,7 @@ def run_trials(
         "samples": question.samples,
         "deterministic": question.deterministic,
         "runtime": question.runtime,
-        "blocks": [
-            {"blocks": use.blocks, "inputs": use.inputs, "options": use.options} for use in uses
-        ],
+        "blocks": [use._replace(block=None)._asdict() for use in uses],
     }
     with tempfile.TemporaryDirectory(prefix="fastlatent-trial-") as name:
         folder = Path(name)

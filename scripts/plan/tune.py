@@ -41,10 +41,8 @@ from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.memory import GIB
 from common.text import shorten_error
-from data.caption_table import make_blank_table
-from data.loader import LatentLoader
 from data.spec import LatentSpec
-from data.synthetic import SyntheticLatents
+from data.synthetic import imitate_set
 from scripts import timing
 from scripts.plan.memory import Question, forecast
 from scripts.plan.savings import (
@@ -254,35 +252,23 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
     a budget, its own data. Adds noise to the initial weights, so that every part of the model
     affects the loss."""
     cfg = apply_schema(TrainConfig, job["cfg"], [])
-
     runtime = replace(cfg.runtime, parallel=ParallelConfig())
-    single = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
+    cfg = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
     device = torch.device(job["device"])
-
-    def make_loader() -> LatentLoader:
-        spec = LatentSpec.from_dict(job["spec"])
-        latents = SyntheticLatents(
-            channels=spec.channels,
-            height=spec.height,
-            width=spec.width,
-            num_classes=max(1, spec.num_classes),
-            count=max(64, single.batch_size),
-            batch_size=single.batch_size // cfg.accumulation_steps,
-            seed=cfg.seed,
-            device=device,
-        )
-        latents.spec = spec
-        latents.captions = make_blank_table(spec.text, find_text_level(cfg.model), device)
-        if latents.captions is not None:
-            for split in (latents.whole.train, latents.whole.held_out):
-                split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
-        return latents
-
     set_deterministic(cfg.deterministic)
     torch.manual_seed(cfg.seed)
-    loader = None if "measure" in job else make_loader()
-    parts = build_parts(single, device, SINGLE, loader=loader)
-    training = join_parts(single, device, SINGLE, parts)
+    loader = None
+    if "measure" not in job:
+        loader = imitate_set(
+            LatentSpec.from_dict(job["spec"]),
+            count=max(64, cfg.batch_size),
+            batch_size=cfg.batch_size // cfg.accumulation_steps,
+            seed=cfg.seed,
+            device=device,
+            text=find_text_level(cfg.model),
+        )
+    parts = build_parts(cfg, device, SINGLE, loader=loader)
+    training = join_parts(cfg, device, SINGLE, parts)
 
     # Add noise to the initial weights: a new model returns zero, so its losses would hide every
     # error in a block.
