@@ -136,7 +136,6 @@ def precompute(composed: Composed) -> Path:
         result = f"part={part} is encoded. When all parts are encoded, run: {command}"
         if ranks.first and part == WHOLE:
             result = describe_result(write_manifest(out), out)
-    ranks.close()
 
     # 5. Report the time and the result, with the next command.
     seconds = time.perf_counter() - began

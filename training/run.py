@@ -180,10 +180,9 @@ class Run:
         )
 
     def close(self) -> None:
-        """Releases the folder lock and destroys the process group."""
+        """Releases the folder lock."""
         if self.lock is not None:
             self.lock.close()
-        self.ranks.close()
 
     def write_kernels(self, training: Training) -> None:
         """Writes the choice of fused kernels to the run folder before training, so that a resumed
@@ -286,7 +285,6 @@ class Run:
             f"{state}, of {self.finished['samples']} samples; there is nothing to do. A larger "
             f"total_samples continues it.{note}\n\nsummary\n{format_summary(self.finished)}"
         )
-        self.ranks.close()
         return self.finished
 
     def stop(self, state: TrainState) -> NoReturn:
