@@ -147,9 +147,9 @@ def precompute(composed: Composed) -> Path:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="precompute_latents")
 def main(cfg: DictConfig) -> None:
-    with report_user_errors():
+    with report_user_errors("precompute_latents"):
         precompute(compose_from_hydra(cfg))
 
 
 if __name__ == "__main__":
-    run_app(main)
+    run_app(main, "precompute_latents")

@@ -164,12 +164,12 @@ def resumable_command() -> Iterator[None]:
             sys.exit(130)
 
 
-def run_app(app: Callable[[], None]) -> None:
-    """Runs `app`, a `hydra.main` function, as a command; prints one sentence and exits with code 1
-    for a mistake of the user."""
+def run_app(app: Callable[[], None], config_name: str = "train") -> None:
+    """Runs `app`, a `hydra.main` function of this `config_name`, as a command; prints one sentence
+    and exits with code 1 for a mistake of the user."""
     # Make Hydra raise its errors, which `report_user_errors` turns into sentences.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    with exit_cleanly(), report_user_errors():
+    with exit_cleanly(), report_user_errors(config_name):
         refuse_words(select_overrides(sys.argv[1:]))
         sys.argv[1:] = map(quote, sys.argv[1:])
 

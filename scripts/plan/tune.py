@@ -36,7 +36,7 @@ from common.config import build
 from common.config.compose import apply_schema
 from common.config.schema import ParallelConfig, TrainConfig
 from common.distributed.ranks import SINGLE
-from common.environment import memory_of, set_deterministic
+from common.environment import memory_of, seed
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.memory import GIB
@@ -278,8 +278,7 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
                 split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
         return latents
 
-    set_deterministic(cfg.deterministic)
-    torch.manual_seed(cfg.seed)
+    seed(cfg)
     loader = None if "measure" in job else make_loader()
     parts = build_parts(single, device, SINGLE, loader=loader)
     training = join_parts(single, device, SINGLE, parts)
