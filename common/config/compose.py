@@ -234,7 +234,9 @@ def report_user_errors(config_name: str = "train") -> Iterator[None]:
 def describe_failure(error: Exception, config_name: str = "train") -> str | None:
     """Returns the message for the user about an exception; None if the exception is a bug, which
     needs its traceback. `config_name` is a key of `SCHEMAS`."""
-    if str(error) == "No trials are completed yet.":  # Optuna's words
+    # Know Optuna's error by its words: it has no class of its own, and `hydra/launcher` may run the
+    # trials in other processes, so that this one knows no trial that ended.
+    if str(error) == "No trials are completed yet.":
         return "every trial of the sweep failed; the lines above say why."
     machine_fault = describe_machine_fault(error)
     if machine_fault is None and is_library_error(error):
