@@ -136,7 +136,6 @@ def precompute(composed: Composed) -> Path:
         result = f"part={part} is encoded. When all parts are encoded, run: {command}"
         if ranks.first and part == WHOLE:
             result = describe_result(write_manifest(out), out)
-    ranks.close()
 
     # 5. Report the time and the result, with the next command.
     seconds = time.perf_counter() - began
@@ -148,9 +147,9 @@ def precompute(composed: Composed) -> Path:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="precompute_latents")
 def main(cfg: DictConfig) -> None:
-    with report_user_errors():
+    with report_user_errors("precompute_latents"):
         precompute(compose_from_hydra(cfg))
 
 
 if __name__ == "__main__":
-    run_app(main)
+    run_app(main, "precompute_latents")

@@ -6,7 +6,7 @@ python train.py experiment=fullrun run_dir=runs/mine ...   trains to the end; if
 stopped, the same command resumes it
 """
 
-import common.require_python  # isort: skip  # noqa: F401
+from common.require_python import PROCESS_START  # isort: skip
 import os
 from typing import Any
 
@@ -25,9 +25,12 @@ from training.sweeps import run_trial
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def train(composed: Composed) -> dict[str, Any]:
+def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     """Trains with the composed configuration; returns the run's summary, metric name -> value,
-    which is also written to `run_dir/summary.json`."""
+    which is also written to `run_dir/summary.json`. The time of the run counts from the moment at
+    which time.perf_counter() returned `began`, or from this call on if that is None."""
+    from common.clock import CLOCK
+    from common.environment import connect, seed
     from evaluation.evaluator import TrainingDistances  # imported here: torch slows down --help
     from training.assemble import assemble, describe_run, restore
     from training.checkpoint.snapshots import prepare_snapshots, save_snapshot_if_due
@@ -36,27 +39,29 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.preflight.memory import refuse_large_step
     from training.records.log_lines import format_log_line, format_summary
     from training.records.metrics import SafeLogger
-    from training.run import Run
+    from training.run import RunFolder
     from training.weights.first_weights import insert_pretrained
     from training.weights.pretrained import build_autoencoder
 
-    # 1. Set up the run: device, processes, folder, logger.
-    run = Run(insert_pretrained(composed))
+    # 1. Set up the run: clock, processes, device, folder, seed, logger.
+    CLOCK.begin(began)
+    ranks, device = connect(composed.cfg)
+    run = RunFolder.open(insert_pretrained(composed), ranks, device)
     if run.finished:
         return run.show_finished()
-    ranks = run.ranks
+    seed(run.cfg)
     run.show_rehearsal()
     logger = SafeLogger(build(run.cfg.logger, "logger"), silent=not ranks.first)
 
     # 2. Build model, data and techniques. `warm_up` takes some steps and observes which techniques
     # are active.
     cfg = run.apply_measurements()
-    training = assemble(cfg, run.device, ranks, run.folder)
+    training = assemble(cfg, device, ranks, run.folder)
     run.write_kernels(training)
     state = training.state
     meter = state.meter
     draws = cfg.sample_every or cfg.fd_every
-    autoencoder = build_autoencoder(training.loader.spec, run.device) if draws else None
+    autoencoder = build_autoencoder(training.loader.spec, device) if draws else None
     distances = TrainingDistances(training, autoencoder) if cfg.fd_every and autoencoder else None
     with explain_failures(training, run.folder):
         refuse_large_step(training)
@@ -151,7 +156,7 @@ def main(cfg: DictConfig) -> float | None:
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         return run_trial(train, cfg)
     with report_user_errors():
-        train(compose_from_hydra(cfg))
+        train(compose_from_hydra(cfg), PROCESS_START)
     return None
 
 

@@ -19,7 +19,7 @@ of elements PyTorch's own norm is right to 4 digits on the CPU; for the largest 
 
 def get_world_size() -> int:
     """Returns the number of processes; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_first_rank() -> bool:

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from common.files import write_atomically
-from common.require_python import PROCESS_START
 from common.text import is_figure, to_json
 
 TIME_FILE = "time.json"
@@ -69,10 +68,12 @@ class Clock:
     def __init__(self) -> None:
         self.begin()
 
-    def begin(self, seconds_ago: float = 0.0) -> None:
-        """Clears the clock and counts time as `start`, from `seconds_ago` seconds before now."""
-        self.since = time.perf_counter() - seconds_ago
-        self.began = time.time() - seconds_ago
+    def begin(self, since: float | None = None) -> None:
+        """Clears the clock and counts time as `start`, from the moment at which
+        time.perf_counter() returned `since`, or from now on if that is None."""
+        now = time.perf_counter()
+        self.since = now if since is None else since
+        self.began = time.time() - (now - self.since)
         self.first = self.began
         self.kind = "start"
         self.seconds: dict[str, float] = defaultdict(float)
@@ -171,9 +172,7 @@ class Clock:
 
 
 CLOCK = Clock()
-"""Clock of the current run. For a process's first run it starts when the process starts, so that it
-includes the time of imports."""
-CLOCK.begin(time.perf_counter() - PROCESS_START)
+"""Clock of the current run; `train` in train.py begins it."""
 
 
 def explain_bound(

@@ -92,8 +92,7 @@ def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
     parallel = cfg.runtime.parallel
     # Even a single process needs a process group if the user sets a parallel mode.
     even_alone = parallel.mode not in ("auto", "none")
-    timeout = timedelta(minutes=parallel.timeout_minutes)
-    ranks.connect(device, timeout, parallel.nccl, even_alone)
+    ranks.connect(device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, even_alone)
     return ranks, device
 
 
@@ -107,12 +106,13 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def set_deterministic(on: bool) -> None:
-    """If `on`, makes PyTorch and cuBLAS use deterministic algorithms only; otherwise allows all
-    algorithms."""
-    if on:
+def seed(cfg: TrainConfig) -> None:
+    """Seeds PyTorch's random generators. With `deterministic`, also makes PyTorch and cuBLAS use
+    deterministic algorithms only; otherwise allows all algorithms."""
+    torch.manual_seed(cfg.seed)
+    if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(on)
+    torch.use_deterministic_algorithms(cfg.deterministic)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,8 @@ from common.config.build import fill_defaults
 from common.config.compose import Composed, parse_yaml, read_config, to_yaml
 from common.config.schema import TrainConfig
 from common.distributed.exit import RESUMABLE_EXIT_CODE
-from common.environment import choose_folder, connect, describe_environment, set_deterministic
+from common.distributed.ranks import Ranks
+from common.environment import choose_folder, describe_environment
 from common.errors import READ_ERRORS, UserError
 from common.files import (
     FolderLock,
@@ -53,7 +54,8 @@ EARLIER_RUN_FILES = ("checkpoints/step-*", "averages/samples-*", "summary.json")
 """Patterns of files in a run folder; if one matches, the folder already holds a run."""
 
 
-class Run:
+@dataclass
+class RunFolder:
     """A run and its folder.
 
     The folder holds config.yaml (the composed configuration, with interpolations unresolved and
@@ -63,66 +65,73 @@ class Run:
     also an empty file, `RUNNING_FILE`. Only the first rank writes files other than checkpoints.
     """
 
-    def __init__(self, composed: Composed) -> None:
-        cfg = composed.cfg
-        # Restart the clock here, except in the first run of a `train.py` process: the time of that
-        # run begins with the process, so that it includes the imports.
-        if CLOCK.seconds or Path(sys.argv[0]).name != "train.py":
-            CLOCK.begin()
-        self.ranks, self.device = connect(cfg)
-        self.started = time.perf_counter()
-        self.folder = self.ranks.broadcast_result(
-            lambda: Path(cfg.run_dir or choose_folder(composed.choices)).expanduser()
-        )
-        self.composed = composed
-        self.cfg: TrainConfig = cfg
-        self.settle_length()
-        self.metrics = MetricsFile(self.folder / METRICS_FILE)
-        self.lock: FolderLock | None = None
-        self.rows: list[LedgerRow] = []
-        """Rows that the run adds to the ledger of techniques, such as a row about tuning."""
-        self.reported_bounds: set[str] = set()
-        """Limits of the step's speed, such as "data-bound", that the run has already printed."""
+    composed: Composed
+    ranks: Ranks
+    device: torch.device
+    folder: Path
+    finished: dict[str, Any] | None = None
+    """Summary of the run in this folder if that run has already seen all its samples; otherwise
+    None."""
+    lock: FolderLock | None = None
+    """Lock of the folder; None on all ranks but the first."""
+    rows: list[LedgerRow] = field(default_factory=list)
+    """Rows that the run adds to the ledger of techniques, such as a row about tuning."""
+    reported_bounds: set[str] = field(default_factory=set)
+    """Limits of the step's speed, such as "data-bound", that the run has already printed."""
 
+    def __post_init__(self) -> None:
+        self.started = time.perf_counter()
+        self.cfg: TrainConfig = self.composed.cfg
+        self.metrics = MetricsFile(self.folder / METRICS_FILE)
+        self.environment = describe_environment(self.device) | {
+            "choices": self.composed.choices,
+            "overrides": self.composed.overrides,
+        }
+
+    @classmethod
+    def open(cls, composed: Composed, ranks: Ranks, device: torch.device) -> RunFolder:
+        """Chooses the folder of a run, reads whether the run in it is finished, and locks the
+        folder if it is not. All ranks must call this function.
+
+        If the folder does not exist, the first `write_file` creates and locks it, so that a failed
+        set-up leaves no empty folder. UserError if `resume` does not fit what the folder holds, if
+        the length of the run cannot be computed, or if another run holds the lock.
+        """
+        folder = ranks.broadcast_result(
+            lambda: Path(composed.cfg.run_dir or choose_folder(composed.choices)).expanduser()
+        )
+        run = cls(composed, ranks, device, folder)
+        run.settle_length()
+        run.finished = ranks.broadcast_result(run.enter)
+        return run
+
+    def enter(self) -> dict[str, Any] | None:
+        """Returns the summary of the run in this folder if that run is finished; otherwise returns
+        None, and locks the folder if it exists. Only the first rank calls this method.
+
+        UserError if `resume` does not fit what the folder holds, or another run holds the lock.
+        """
         earlier = [file for name in EARLIER_RUN_FILES for file in self.folder.glob(name)]
-        if cfg.resume == "never" and earlier:
+        if self.cfg.resume == "never" and earlier:
             raise UserError(
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or "
                 "resume=auto."
             )
-        self.ranks.broadcast_result(lambda: find_branch(cfg.resume, self.folder / "checkpoints"))
-        self.finished = self.ranks.broadcast_result(
-            lambda: read_finished_summary(self.cfg, self.folder)
-        )
-        """Summary of the run in this folder if that run has already seen all its samples; otherwise
-        None."""
-        if self.finished is not None:
+        # Refuse an unfit checkpoint now; training loads the checkpoint only after it has built the
+        # model.
+        find_branch(self.cfg.resume, self.folder / "checkpoints")
+
+        finished = read_finished_summary(self.cfg, self.folder)
+        if finished is None and self.folder.exists():
+            self.claim_folder()
+        return finished
+
+    def claim_folder(self) -> None:
+        """Creates the run folder if it does not exist, and locks it if this process has not locked
+        it yet. Prints a line if the process that ran here last was killed. Raises UserError if
+        another run holds the lock."""
+        if self.lock is not None:
             return
-
-        # Lock the folder now if it exists. If not, the first `write_file` creates it later, so that
-        # a failed set-up leaves no empty folder.
-        self.claimed = self.ranks.broadcast_result(
-            lambda: self.folder.exists() and self.claim_folder()
-        )
-        # Say if the process that ran here last was killed: no other process runs here now, for this
-        # one has the lock.
-        if self.claimed and self.ranks.first and (self.folder / RUNNING_FILE).exists():
-            steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
-            print(
-                f"the last start in {self.folder} ended without a word after step "
-                f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
-                flush=True,
-            )
-        self.environment = describe_environment(self.device) | {
-            "choices": composed.choices,
-            "overrides": composed.overrides,
-        }
-        torch.manual_seed(cfg.seed)
-        set_deterministic(cfg.deterministic)
-
-    def claim_folder(self) -> bool:
-        """Creates the run folder if it does not exist, locks it, and returns True. Raises
-        UserError if another run holds the lock."""
         key = f"run_dir={self.folder}"
         try:
             make_folder(self.folder)
@@ -134,7 +143,15 @@ class Run:
             raise UserError(
                 f"{key} cannot be written to ({error.strerror}); choose another folder."
             ) from error
-        return True
+
+        # The lock says that no other process runs here now.
+        if (self.folder / RUNNING_FILE).exists():
+            steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
+            print(
+                f"the last start in {self.folder} ended without a word after step "
+                f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
+                flush=True,
+            )
 
     def settle_length(self) -> None:
         """Sets `cfg`, and that of `composed`, to the configuration with the run's length."""
@@ -146,7 +163,7 @@ class Run:
     def write_file(self, name: str, content: Any) -> None:
         """Writes `content` as the JSON file `name` in the run folder; first creates the folder if
         it does not exist. All ranks must call it."""
-        self.claimed = self.claimed or self.ranks.broadcast_result(self.claim_folder)
+        self.ranks.broadcast_result(self.claim_folder)
         if self.ranks.first:
             write_json(self.folder / name, replace_non_finite(content))
 
@@ -180,10 +197,9 @@ class Run:
         )
 
     def close(self) -> None:
-        """Releases the folder lock and destroys the process group."""
+        """Releases the folder lock."""
         if self.lock is not None:
             self.lock.close()
-        self.ranks.close()
 
     def write_kernels(self, training: Training) -> None:
         """Writes the choice of fused kernels to the run folder before training, so that a resumed
@@ -286,7 +302,6 @@ class Run:
             f"{state}, of {self.finished['samples']} samples; there is nothing to do. A larger "
             f"total_samples continues it.{note}\n\nsummary\n{format_summary(self.finished)}"
         )
-        self.ranks.close()
         return self.finished
 
     def stop(self, state: TrainState) -> NoReturn:
@@ -359,8 +374,11 @@ class Run:
 
         chosen = {"experiment": experiment}
         chosen |= {key: self.composed.choices.get(key) for key in ("model", "runtime")}
-        folders = (self.folder.parent, Path("runs"))
-        files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
+        files = {
+            file.resolve()
+            for folder in (self.folder.parent, Path("runs"))
+            for file in folder.glob("*/summary.json")
+        }
         for file in sorted(files, key=os.path.getmtime, reverse=True):
             try:
                 summary = read_object(file)

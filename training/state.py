@@ -140,7 +140,7 @@ class TrainState:
             "guards": self.spikes.state_dict() if self.spikes else {},
             "loader": self.loader.state_dict(),
             "counters": {name: vars(self)[name] for name in COUNTERS},
-            "window": self.meter.state_dict(),
+            "window": self.meter.window.state_dict(),
             "rng": {"torch": torch.get_rng_state(), **rng},
         }
 
@@ -166,7 +166,7 @@ class TrainState:
             if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
                 raise UserError(f"the counter {name} is {counter}, which is no count.")
             setattr(self, name, counter)
-        self.meter.load_state_dict(state["window"])
+        self.meter.window.load_state_dict(state["window"])
 
         # Restore the GPUs' generators only if this process sees as many as the one that saved them.
         rng = state["rng"]

@@ -19,7 +19,6 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from common import require_python
 from common.config.compose import (
     Composed,
     compose_from_hydra,
@@ -40,7 +39,7 @@ POLL_SECONDS = 0.2
 """Seconds between two looks at whether a signal has arrived."""
 
 
-def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | None:
+def run_trial(train: Callable[[Composed, float], Any], source: DictConfig) -> float | None:
     """Trains with the configuration that Hydra composed for a trial, in a folder of its own.
     Returns the metric that the key `sweep_metric` names, None if the key is null.
 
@@ -119,7 +118,7 @@ def refuse_other_run(composed: Composed) -> None:
         )
 
 
-def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
+def train_apart(train: Callable[[Composed, float], Any], composed: Composed) -> None:
     """Trains in a process of its own, so that no state, such as random generators, flags of PyTorch
     or a broken CUDA context, passes to the next trial.
 
@@ -130,11 +129,10 @@ def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
     receiver, sender = context.Pipe(duplex=False)
 
     def work() -> None:
-        # Count the time of this run from here on.
-        require_python.PROCESS_START = time.perf_counter()
+        began = time.perf_counter()
         try:
             refuse_other_run(composed)
-            train(composed)
+            train(composed, began)
         except Exception as error:
             message = describe_failure(error)
             if message is None:

@@ -79,8 +79,7 @@ class DataParallel(Technique):
         super().__init__(value, device, **options)
 
     def find_obstacle(self) -> str | None:
-        started = dist.is_available() and dist.is_initialized()
-        if not is_available("several processes", started):
+        if not is_available("several processes", dist.is_initialized()):
             return "There is one process only; start several with torchrun."
         degree = self.option["shard_degree"]
         if self.value == "hsdp" and get_world_size() % (degree or 1):

@@ -210,35 +210,37 @@ def refuse_strange_numbers(node: Any) -> None:
 
 
 @contextmanager
-def report_user_errors() -> Iterator[None]:
+def report_user_errors(config_name: str = "train") -> Iterator[None]:
     """If the `with` block raises a UserError, prints the error's message and exits with code 1. If
     the command cannot write to stdout or stderr, it continues.
 
     Two other kinds of exceptions also become a message: those of Hydra and OmegaConf, and those
     that mean that the machine has run out of memory, disk space or threads. Any other exception is
     a bug and keeps its traceback. With FASTLATENT_TRACEBACK=1 in the environment, every exception
-    keeps its traceback.
+    keeps its traceback. `config_name` is a key of `SCHEMAS`: the keys of that configuration are
+    those that a message suggests.
     """
     with tolerate_broken_output():
         try:
             yield
         except Exception as error:
-            message = describe_failure(error)
+            message = describe_failure(error, config_name)
             if message is None or os.environ.get("FASTLATENT_TRACEBACK") == "1":
                 raise
             print(f"error: {escape_unprintable(redact_text(message))}", file=sys.stderr)
             sys.exit(1)
 
 
-def describe_failure(error: Exception) -> str | None:
+def describe_failure(error: Exception, config_name: str = "train") -> str | None:
     """Returns the message for the user about an exception; None if the exception is a bug, which
-    needs its traceback."""
-    if str(error) == "No trials are completed yet.":  # Optuna's words
+    needs its traceback. `config_name` is a key of `SCHEMAS`."""
+    # Know Optuna's error by its words: it has no class of its own, and `hydra/launcher` may run the
+    # trials in other processes, so that this one knows no trial that ended.
+    if str(error) == "No trials are completed yet.":
         return "every trial of the sweep failed; the lines above say why."
     machine_fault = describe_machine_fault(error)
     if machine_fault is None and is_library_error(error):
-        schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
-        return explain(error, sys.argv[1:], schema)
+        return explain(error, sys.argv[1:], SCHEMAS[config_name])
     return str(error) if isinstance(error, UserError) else machine_fault
 
 

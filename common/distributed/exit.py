@@ -29,8 +29,6 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 RESUMABLE_EXIT_CODE = 75
 """Exit code of a run that a signal stopped, and that the same command resumes: EX_TEMPFAIL,
 "temporary failure", of C's header sysexits.h."""
-group_joined = False
-"""True once `Ranks.connect` has made this process join a process group."""
 
 
 class Request(IntEnum):
@@ -112,36 +110,45 @@ class StopRequest:
 
 @contextmanager
 def exit_cleanly() -> Iterator[None]:
-    """Runs the `with` block. If the process has joined a process group, it then exits with the exit
-    code of the `with` block, and skips the finalisation of Python's interpreter.
+    """Runs the `with` block. If the process is then in a process group, leaves the group, exits
+    with the exit code of the block, and skips the finalisation of Python's interpreter.
 
-    A sharded model keeps its process group alive, so gloo's threads still run after
-    `Ranks.close()`. If one of these threads must release a tensor while Python finalises, it needs
-    the interpreter; Python then ends the thread inside C++ code, which aborts the process
-    ("terminate called without an active exception"), and torchrun reports a failed run.
+    Nothing in the block may leave the group. A sharded model keeps gloo's threads alive even then,
+    and this function would not know of them. If one of these threads must release a tensor while
+    Python finalises, it needs the interpreter; Python then ends the thread inside C++ code, which
+    aborts the process ("terminate called without an active exception"), and torchrun reports a
+    failed run.
     """
-    code: Any = 0
     try:
         yield
     except BaseException as ending:
-        if not group_joined:
-            raise
-        code = 1
-        if isinstance(ending, SystemExit):
-            code = ending.code
-        else:
-            traceback.print_exc()
-    if not group_joined:
+        end_if_in_group(ending)
+        raise
+    end_if_in_group(SystemExit())
+
+
+def end_if_in_group(ending: BaseException) -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
         return
 
-    if isinstance(code, str):
+    code = 1
+    if isinstance(ending, SystemExit):
+        code = ending.code or 0
+    else:
+        traceback.print_exception(ending)
+    # After a failure, do not leave the group, because that may wait for ranks that have ended.
+    if code in (0, RESUMABLE_EXIT_CODE):
+        distributed.destroy_process_group()
+    if not isinstance(code, int):
         print(code, file=sys.stderr)
+        code = 1
     atexit._run_exitfuncs()
     # Flush stdout and stderr, because `os._exit` does not: `tolerate_broken_output` flushes both
     # when its `with` block ends.
     with tolerate_broken_output():
         pass
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    os._exit(code)
 
 
 @contextmanager
@@ -157,12 +164,12 @@ def resumable_command() -> Iterator[None]:
             sys.exit(130)
 
 
-def run_app(app: Callable[[], None]) -> None:
-    """Runs `app`, a `hydra.main` function, as a command; prints one sentence and exits with code 1
-    for a mistake of the user."""
+def run_app(app: Callable[[], None], config_name: str = "train") -> None:
+    """Runs `app`, a `hydra.main` function of this `config_name`, as a command; prints one sentence
+    and exits with code 1 for a mistake of the user."""
     # Make Hydra raise its errors, which `report_user_errors` turns into sentences.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    with exit_cleanly(), report_user_errors():
+    with exit_cleanly(), report_user_errors(config_name):
         refuse_words(select_overrides(sys.argv[1:]))
         sys.argv[1:] = map(quote, sys.argv[1:])
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed import exit
 from common.errors import UserError
 from common.text import shorten_error
 
@@ -106,19 +105,19 @@ class Ranks:
         variables: Mapping[str, str],
         even_alone: bool = False,
     ) -> None:
-        """Joins the process group of all ranks. If there is only one rank, it joins a process group
-        of one rank if `even_alone` is true, otherwise none. `variables` are environment variables
-        for NCCL. UserError if the process cannot reach the other ranks."""
+        """Joins the process group of all ranks, and stays in it until the process ends. If
+        there is only one rank, it joins a process group of one rank if `even_alone` is true,
+        otherwise none. `variables` are environment variables for NCCL. UserError if the process
+        cannot reach the other ranks."""
         if dist.is_initialized() or (self.world_size == 1 and not even_alone):
             return
 
         # Put NCCL's variables into the environment, from which NCCL reads them, and choose the
         # backends.
-        exit.group_joined = True
         os.environ.update(variables)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        options: dict[str, Any] = {"backend": backend, "timeout": timeout}
+        options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
         if device.type == "cuda":
+            options["backend"] = "cpu:gloo,cuda:nccl"
             options["device_id"] = torch.device("cuda", device.index or 0)
         if self.world_size == 1:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
@@ -200,10 +199,6 @@ class Ranks:
         if self.world_size > 1:
             self.connect(torch.device("cpu"), ENCODING_TIMEOUT, {})
             dist.barrier()
-
-    def close(self) -> None:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 class Share(NamedTuple):

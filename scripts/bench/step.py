@@ -176,7 +176,6 @@ def time_phases(workload: Workload, steps: int) -> dict[str, float]:
 
     training.step.mark = mark
     workload.prepare()
-    training.state.meter.begin_window()
     mark("start")
     for _ in range(steps):
         training.take_step()

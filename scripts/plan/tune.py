@@ -36,7 +36,7 @@ from common.config import build
 from common.config.compose import apply_schema
 from common.config.schema import ParallelConfig, TrainConfig
 from common.distributed.ranks import SINGLE
-from common.environment import memory_of, set_deterministic
+from common.environment import memory_of, seed
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.memory import GIB
@@ -255,8 +255,7 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
     runtime = replace(cfg.runtime, parallel=ParallelConfig())
     cfg = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
     device = torch.device(job["device"])
-    set_deterministic(cfg.deterministic)
-    torch.manual_seed(cfg.seed)
+    seed(cfg)
     loader = None
     if "measure" not in job:
         loader = imitate_set(

@@ -17,7 +17,6 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 
 from common.config.compose import compose
-from common.distributed import exit
 from common.files import LOCK_PARTS, ROOT, write_json
 from data.manifest import read_manifest
 from encoding import images
@@ -246,7 +245,6 @@ def test_parts_write_and_compare_settings_one_after_the_other(job, monkeypatch):
 def test_a_rank_that_cannot_be_is_refused(job, tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(exit, "group_joined", False)  # undoes afterwards what `job` sets
     with expect_refusal("MASTER_ADDR is not set, and WORLD_SIZE is 8"):
         job()
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from common.config.compose import compose
 from common.memory import give_back_freed_memory, read_kib
 from train import train
 from training.preflight import memory
-from training.run import Run
+from training.run import RunFolder
 
 
 def read_own_bytes(process):
@@ -20,7 +20,7 @@ def read_own_bytes(process):
 
 def main(words):
     seen = {"workers": 0.0}
-    summarise = Run.summarise
+    summarise = RunFolder.summarise
 
     def note(setting, need, room, advise):
         # As where memory is tight: only then does it matter how much is foreseen.
@@ -34,7 +34,7 @@ def main(words):
         return summarise(self, *arguments)
 
     memory.refuse_excess = note
-    Run.summarise = summarise_and_look
+    RunFolder.summarise = summarise_and_look
     train(compose(words))
     held = read_kib(Path("/proc/self/status"), "VmHWM") + seen["workers"]
     print(json.dumps({"held": held, **seen}))

@@ -26,7 +26,7 @@ from training.sweeps import refuse_other_run, refuse_trial
 from training.weights.first_weights import compose_pretrained
 
 
-def learn(composed):
+def learn(composed, began):
     """Stands in for a training run, whose loss is optim.lr; its seed decides how it ends."""
     seed = composed.cfg.seed
     loss = composed.cfg.optim["lr"]

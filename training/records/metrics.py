@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
 
@@ -29,12 +28,14 @@ from common.text import is_figure, replace_non_finite, shorten_error, to_json
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run folder."""
-WINDOW_SUMS = ("skipped", "backed_off", "in_row")
-"""Attributes of `Meter`, scalars on the device, that a checkpoint stores with `Meter.losses`, so
-that a resumed run continues the log window in which the checkpoint was saved."""
 TRAINING_KINDS = ("steps", "data_wait")
 """Kinds of time (see common/clock.py) that make up the training time, from which rates are
 computed."""
+ZERO = torch.zeros(())
+"""A window's sums of flags before its first step; no code changes a sum in place."""
+NO_LOSS = torch.zeros((), dtype=torch.float64)
+"""First summand of a window's losses, which makes their sums fp64: with `log_every=0` a window is
+the whole run, and a sum over all its steps is too inexact in fp32."""
 Arguments = ParamSpec("Arguments")
 
 
@@ -60,9 +61,53 @@ class StepOutput(NamedTuple):
 
 
 @dataclass
+class Window:
+    """Sums of a log window, which is the steps between two reports, as scalar tensors on the
+    device. A checkpoint stores them, so that a resumed run continues the window in which the
+    checkpoint was saved."""
+
+    in_row: Tensor = ZERO
+    """Number of consecutive steps, up to the last one, that were skipped; some of them may have
+    come before the window."""
+    skipped: Tensor = ZERO
+    backed_off: Tensor = ZERO
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    """Metric `loss`, or `loss_<name>` of an extra term of the objective -> sum over the window of
+    this rank's means, without skipped steps."""
+    steps: int = 0
+    carried: int = 0
+    """Number of steps of the window that an earlier process of the run took, before a resume."""
+    seconds_before: float = field(default_factory=lambda: CLOCK.count_seconds(*TRAINING_KINDS))
+    """Seconds of training that the clock had counted when the window began."""
+    wait_before: float = field(default_factory=lambda: CLOCK.count_seconds("data_wait"))
+    """Seconds of waiting for data that the clock had counted when the window began."""
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """Returns this rank's sums and the number of steps, without waiting for the device."""
+        return {
+            "skipped": self.skipped,
+            "backed_off": self.backed_off,
+            "in_row": self.in_row,
+            **self.losses,
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+        """Continues the sums that a checkpoint stored. The time of the window still counts from
+        when this object was made, so the first rate after a resume covers only new steps."""
+        sums = {name: torch.as_tensor(number).reshape(()) for name, number in state.items()}
+        self.steps = int(sums.pop("steps"))
+        self.carried = self.steps
+        self.skipped = sums.pop("skipped")
+        self.backed_off = sums.pop("backed_off")
+        self.in_row = sums.pop("in_row")
+        self.losses = sums
+
+
+@dataclass
 class Meter:
-    """Sums losses and skipped steps on the device over a log window, which is the steps between two
-    reports, and measures the window's training time with the run's clock.
+    """Sums losses and skipped steps over a log window, and measures the window's training time with
+    the run's clock.
 
     A loss is the mean over ranks and over steps that were not skipped. `data_wait` and memory are
     the maximum over ranks; `batch_size` is global and `mfu` per rank. Memory is the peak of a
@@ -85,29 +130,25 @@ class Meter:
     peak_flops: float | None
     ranks: Ranks = SINGLE
 
-    def __post_init__(self) -> None:
-        self.in_row: Tensor | float = 0.0
-        self.in_row_seen: Tensor | None = None
-        """Copy of `in_row`, the number of consecutive skipped steps, in host memory. It is a few
-        steps old, because the device writes it asynchronously; None before the first step."""
-        self.trained_samples = 0
-        self.train_seconds = 0.0
-        """Seconds of training in this process, up to the last report."""
-        self.earlier_seconds = 0.0
-        """Seconds of training that earlier processes of the run logged."""
-
-        self.waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        """CUDA events at begin and end of each wait for data that `sum_waits` has not yet added to
-        the clock."""
-        self.recompiles = 0
-        """Number of graphs that torch.compile compiled in training steps since `start`."""
-        self.first_graph = count_graphs()
-        self.busy_ms: float | None = None
-        """Milliseconds for which the GPU worked in a warm-up step; None if that was not
-        measured."""
-        self.reserved_peak = 0
-        self.expected_graphs = self.first_graph
-        self.begin_window()
+    window: Window = field(default_factory=Window)
+    in_row_seen: Tensor | None = None
+    """Copy of the window's `in_row` in host memory. It is a few steps old, because the device
+    writes it asynchronously; None before the first step."""
+    trained_samples: int = 0
+    train_seconds: float = 0.0
+    """Seconds of training in this process, up to the last report."""
+    earlier_seconds: float = 0.0
+    """Seconds of training that earlier processes of the run logged."""
+    waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
+    """CUDA events at begin and end of each wait for data that `sum_waits` has not yet added to the
+    clock."""
+    recompiles: int = 0
+    """Number of graphs that torch.compile compiled in training steps since `start`."""
+    first_graph: int = field(default_factory=count_graphs)
+    expected_graphs: int = field(default_factory=count_graphs)
+    busy_ms: float | None = None
+    """Milliseconds for which the GPU worked in a warm-up step; None if that was not measured."""
+    reserved_peak: int = 0
 
     def start(self) -> None:
         """Starts counting training time and peak memory, after set-up and warm-up."""
@@ -116,23 +157,6 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
         self.expected_graphs = count_graphs()
         CLOCK.switch("steps")
-
-    def begin_window(self) -> None:
-        """Begins a log window: sets its sums to 0, and stores the clock's seconds so far, from
-        which `report` computes the seconds of the window."""
-        # Sum the losses in fp64: with `log_every=0` a window is the whole run, and a sum over all
-        # its steps is too inexact in fp32.
-        self.losses = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
-        """Metric `loss`, or `loss_<name>` of an extra term of the objective -> sum over the window
-        of this rank's means, without skipped steps."""
-        self.skipped: Tensor | float = 0.0
-        self.backed_off: Tensor | float = 0.0
-        self.steps = 0
-        self.carried = 0
-        """Number of steps of the log window that an earlier process of the run took, before a
-        resume."""
-        self.seconds_before = CLOCK.count_seconds(*TRAINING_KINDS)
-        self.wait_before = CLOCK.count_seconds("data_wait")
 
     @contextmanager
     def measure_wait(self) -> Iterator[None]:
@@ -171,63 +195,49 @@ class Meter:
 
     def update(self, output: StepOutput) -> None:
         """Adds the losses and the flags of one step to the window's sums, on the device."""
-        self.grad_norm = output.grad_norm
+        window = self.window
         for name, loss in output.losses.items():
             kept = torch.where(output.skipped > 0, 0.0, loss)
-            self.losses[name] = kept + self.losses[name]  # stays fp64
-        self.skipped = output.skipped + self.skipped
-        self.backed_off = output.backed_off + self.backed_off
-        self.in_row = (output.skipped + self.in_row) * output.skipped
+            window.losses[name] = kept + window.losses.get(name, NO_LOSS)
+        window.skipped = output.skipped + window.skipped
+        window.backed_off = output.backed_off + window.backed_off
+        window.in_row = (output.skipped + window.in_row) * output.skipped
+        window.steps += 1
+
+        self.grad_norm = output.grad_norm
         if self.in_row_seen is None:
-            self.in_row_seen = torch.zeros((), pin_memory=self.in_row.is_cuda)
-        self.in_row_seen.copy_(self.in_row, non_blocking=True)
-        self.steps += 1
+            self.in_row_seen = torch.zeros((), pin_memory=window.in_row.is_cuda)
+        self.in_row_seen.copy_(window.in_row, non_blocking=True)
 
     @property
     def skipped_in_row(self) -> int:
         """Number of consecutive steps, up to the last one, that were skipped. Reading it waits for
         the device."""
-        return int(float(self.in_row))
-
-    def state_dict(self) -> dict[str, Tensor | int]:
-        """Returns this rank's sums over the current log window, and the number of steps in that
-        window, without waiting for the device."""
-        sums = {name: torch.as_tensor(getattr(self, name)) for name in WINDOW_SUMS}
-        return sums | self.losses | {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
-        """Continues the log window that a checkpoint stored. The time of the window starts now, so
-        the first rate after a resume covers only new steps."""
-        self.begin_window()
-        for name in WINDOW_SUMS:
-            setattr(self, name, torch.as_tensor(state[name]).reshape(()).float())
-        for name in state:
-            if name.startswith("loss"):
-                self.losses[name] = torch.as_tensor(state[name]).reshape(())
-        self.steps = int(state["steps"])
-        self.carried = self.steps
+        return int(self.window.in_row)
 
     def report(self, lr: float) -> dict[str, Any]:
         """Returns metric name -> value for the current log window, and begins the next window.
         Waits for the device, because the sums of the window are on the device."""
         ranks = self.ranks
+        window = self.window
         # The mean loss includes the window's steps that an earlier process took; the rates include
         # only steps of this process.
-        sums = torch.tensor([float(loss) for loss in self.losses.values()], dtype=torch.float64)
+        sums = torch.tensor([float(loss) for loss in window.losses.values()], dtype=torch.float64)
         sums = ranks.all_reduce(sums)
-        skipped = int(float(self.skipped))
-        taken = self.steps - skipped
+        skipped = int(window.skipped)
+        taken = window.steps - skipped
         self.sum_waits()
-        seconds = max(1e-9, CLOCK.count_seconds(*TRAINING_KINDS) - self.seconds_before)
-        samples = (self.steps - self.carried) * self.batch_size
+        seconds = max(1e-9, CLOCK.count_seconds(*TRAINING_KINDS) - window.seconds_before)
+        steps = window.steps - window.carried
+        samples = steps * self.batch_size
         self.train_seconds += seconds
         self.trained_samples += samples
 
-        wait = CLOCK.count_seconds("data_wait") - self.wait_before
+        wait = CLOCK.count_seconds("data_wait") - window.wait_before
         maxima = torch.tensor([wait, *read_peak_memory()], dtype=torch.float64)
         max_wait, allocated, reserved = ranks.all_reduce(maxima, "max").tolist()
         self.reserved_peak = max(self.reserved_peak, int(reserved))
-        busy = (self.busy_ms or 0.0) / 1e3 * (self.steps - self.carried) / seconds
+        busy = (self.busy_ms or 0.0) / 1e3 * steps / seconds
 
         new = count_graphs() - self.expected_graphs
         if new > 0:
@@ -242,12 +252,13 @@ class Meter:
         rate = samples / seconds
         flops = rate * self.train_flops
         means = sums / taken if taken > 0 else sums * math.nan
-        report = {
-            **dict(zip(self.losses, means.tolist(), strict=True)),
+        self.window = Window(in_row=window.in_row)
+        return {
+            **dict(zip(window.losses, means.tolist(), strict=True)),
             "grad_norm": float(self.grad_norm),
             "lr": lr,
             "skipped": skipped,
-            "backed_off": int(float(self.backed_off)),
+            "backed_off": int(window.backed_off),
             "train_seconds": self.earlier_seconds + self.train_seconds,
             "samples_per_s": rate,
             "tokens_per_s": rate * self.tokens,
@@ -261,8 +272,6 @@ class Meter:
             "graphs": count_graphs() - self.first_graph,
             "recompiles": self.recompiles,
         }
-        self.begin_window()
-        return report
 
 
 def read_peak_memory() -> tuple[int, int]:
@@ -311,7 +320,10 @@ def find_best(file: Path, name: str) -> dict[str, Any]:
     """Returns the lowest value of the score `name` in a metrics file, and its step, as the metrics
     `best_<name>` and `best_step`; empty if there is none."""
     scored = [(x[name], x["step"]) for x in read_metrics(file)[0] if x.get(name) is not None]
-    return dict(zip((f"best_{name}", "best_step"), min(scored), strict=True)) if scored else {}
+    if not scored:
+        return {}
+    best, step = min(scored)
+    return {f"best_{name}": best, "best_step": step}
 
 
 class MetricsFile:

@@ -97,7 +97,7 @@ def test_a_window_has_its_own_peak_of_memory_and_the_share_of_its_kernels(meter,
 def test_the_first_rate_after_a_resume_is_of_new_steps_only():
     meter = Meter(batch_size=8, tokens=1, train_flops=3, peak_flops=None)
     sums = {"loss": 3.0, "skipped": 0.0, "backed_off": 0.0, "in_row": 0.0, "steps": 3}
-    meter.load_state_dict(sums)
+    meter.window.load_state_dict(sums)
     meter.update(StepOutput({"loss": torch.tensor(5.0)}, *torch.zeros(3)))
     # The mean loss is that of all four steps.
     assert meter.report(lr=0.1)["loss"] == 2.0
