@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from common.encoded_text import EncodedText
+from common.condition import EncodedText
 from common.errors import UserError
 from common.text import escape_unprintable, shorten_error
 from common.workers import Prefetcher, Readers

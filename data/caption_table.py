@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.encoded_text import EncodedText
+from common.condition import EncodedText
 from data.rows import Rows, split_rows
 from data.spec import TextSpec
 

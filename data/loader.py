@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal, counter_uniform
-from common.condition import Condition
-from common.encoded_text import EncodedText
+from common.condition import Condition, EncodedText
 from common.errors import UserError
 from data.caption_table import CaptionTable
 from data.spec import LatentSpec

@@ -13,7 +13,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
-from common.encoded_text import EncodedText
+from common.condition import EncodedText
 from common.errors import UserError
 from common.memory import GIB, count_host_bytes
 from common.workers import Prefetcher, Readers

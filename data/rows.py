@@ -10,7 +10,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 Rows = UInt8[Tensor, "n bytes"]
-"""Samples or captions as bytes: all columns of one in each row."""
+"""Samples, or texts, as bytes: all columns of one in each row."""
 
 
 def join_rows(columns: list[Tensor]) -> Rows:

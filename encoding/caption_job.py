@@ -7,7 +7,6 @@ it depends only on the captions.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from common.condition import TextEncoder
 from common.config.build import build
-from common.encoded_text import TextEncoder
 from common.errors import UserError
 from common.files import hash_content
 from common.output import Progress
@@ -34,6 +33,7 @@ from encoding.shards import (
     read_finished,
     write_sidecar,
 )
+from models.autoencoders import locate_encoder
 
 MEAN_CAPTIONS = 1024
 """Number of captions over which the mean vector is computed; their order, by hashes, is random."""
@@ -209,15 +209,3 @@ class CaptionJob:
             stored.append({"pooled": text.pooled, "tokens": tokens, "lengths": text.lengths.int()})
         columns = {n: torch.cat([part[n].cpu() for part in stored])[order] for n in stored[0]}
         return columns | {"text": join_text(texts)}
-
-
-def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:
-    """Returns an encoder's configuration node with the full path of a local folder, or with the
-    commit `revision` of a hub id."""
-    encoder = dict(node)
-    folder = os.path.expanduser(encoder.get("path") or "")
-    if os.path.isdir(folder):
-        encoder["path"] = str(Path(folder).resolve())
-    if revision is not None:
-        encoder["revision"] = revision
-    return encoder

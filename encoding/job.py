@@ -43,9 +43,10 @@ from common.files import (
 from data.caption_table import CaptionTable
 from data.manifest import Manifest, Shard
 from data.spec import TextSpec
-from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
+from encoding.caption_job import CaptionJob, TextSettings
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
+from models.autoencoders import locate_encoder
 from models.images import Autoencoder
 
 JOB_FILE = "job.json"

@@ -182,11 +182,11 @@ class ShardWriter:
 def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Casts the latents of a batch to `dtype`, and moves them to the CPU. `samples` are the names
-    of the batch's samples: if a value overflows in `dtype`, a UserError names the first sample
-    with such a value."""
+    """Casts the latents of a batch to `dtype`, and moves them to the CPU; integers stay as they
+    are. `samples` are the names of the batch's samples: if a value overflows in `dtype`, a
+    UserError names the first sample with such a value."""
     block = dict(tensors)
-    for name in sorted(tensors.keys() - {"labels", "captions"}):
+    for name in sorted(name for name in tensors if tensors[name].is_floating_point()):
         block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
         bad = ~block[name].isfinite().flatten(1).all(1)
         if bad.any():

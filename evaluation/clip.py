@@ -1,4 +1,4 @@
-"""Measures how well samples fit their captions: the CLIP score.
+"""Measures how well samples fit their texts: the CLIP score.
 
 Letters: B samples, C channels, H W latent height and width.
 """
@@ -23,19 +23,19 @@ STATISTICS = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27
 
 
 class ClipScore:
-    """Computes 100 times the cosine between a sample and its caption in the space of a CLIP model
+    """Computes 100 times the cosine between a sample and its text in the space of a CLIP model
     (Hessel et al. 2021, https://arxiv.org/abs/2104.08718, without their factor 2.5).
 
     `path` is a folder or hub id with a model that transformers saved as safetensors, `conditions`
     are those of the samples, and `decode` turns latents into images. Raises UserError if the
-    samples have no captions, or if the model cannot be opened.
+    samples have no texts, or if the model cannot be opened.
     """
 
     def __init__(
         self, path: str, conditions: Conditions, decode: Callable[[Tensor], Tensor]
     ) -> None:
         if conditions.table is None:
-            raise UserError(f"clip={path} is for a model of captions; leave it out.")
+            raise UserError(f"clip={path} is for a model of texts; leave it out.")
         self.texts = conditions.names
         self.decode = decode
         self.network, self.tokenizer, _, self.sha256 = open_transformers(
@@ -46,7 +46,7 @@ class ClipScore:
     def __call__(
         self, numbers: Int[Tensor, "B"], latents: Float[Tensor, "B C H W"]
     ) -> Float[Tensor, "B"]:
-        """Returns the score of each sample; `numbers` are those of its captions."""
+        """Returns the score of each sample; `numbers` are those of its texts."""
         network = self.network.to(latents.device)
         side = network.config.vision_config.image_size
         texts = [self.texts[number] for number in numbers.tolist()]

@@ -9,7 +9,9 @@ latent size, H W image size.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -211,3 +213,15 @@ def add_global_branch(block: nn.Module, hidden: int, channels: int) -> None:
     block.add_module("pool", pool)
     forward = block.forward
     block.forward = lambda x: forward(x + pool(x))
+
+
+def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:
+    """Returns an encoder's configuration node with the full path of a local folder, or with the
+    commit `revision` of a hub id."""
+    encoder = dict(node)
+    folder = os.path.expanduser(encoder.get("path") or "")
+    if os.path.isdir(folder):
+        encoder["path"] = str(Path(folder).resolve())
+    if revision is not None:
+        encoder["revision"] = revision
+    return encoder

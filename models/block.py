@@ -178,14 +178,17 @@ class Block(nn.Module):
         return sum(layer.flops(tokens) for layer in self.layers)  # pyright: ignore[reportCallIssue]
 
 
-def build_mixers(
+def build_blocks(
     shape: Shape,
     mixer: Callable[..., nn.Module],
     attention: Callable[..., nn.Module] | None,
     text_tokens: int,
-) -> list[nn.Module]:
-    """Builds the mixers of a denoiser's blocks: every `attention_every`-th one by `attention`, all
-    others by `mixer`; with 0 all by `mixer`.
+    mlp: Callable[..., nn.Module],
+    eps: float,
+    norm: Norm,
+) -> nn.ModuleList:
+    """Builds the blocks of a denoiser: the mixer of every `attention_every`-th one by `attention`,
+    all others by `mixer`; with 0 all by `mixer`. An MLP follows unless `shape.hidden` is 0.
 
     A mixer's argument `layer` is the number of earlier blocks of the same kind. So scans take rows
     and columns in turn, and attention shifts its windows, as if the other kind were not there.
@@ -199,8 +202,12 @@ def build_mixers(
             "model=hybrid_<size>, mamba_<size> or ssd_mlp_<size>, or 0."
         )
 
-    mixers = []
-    read = False
+    # A block returns the output of its last layer in the token order of that layer (`leaving`;
+    # None: the order of the residual stream). The next block adds this output to the residual
+    # stream, so it needs `leaving` to permute the tokens back.
+    blocks = nn.ModuleList()
+    leaving = None
+    reads_text = False
     for number in range(shape.depth):
         kind = mixer
         layer = number
@@ -212,29 +219,17 @@ def build_mixers(
         known = inspect.signature(kind).parameters
         options = {"layer": layer, "text_tokens": text_tokens}
         options = {name: value for name, value in options.items() if name in known}
-        read = read or "text_tokens" in options
-        mixers.append(kind(dim=shape.dim, head_dim=shape.head_dim, grid=shape.grid, **options))
+        reads_text = reads_text or "text_tokens" in options
+        layers = [kind(dim=shape.dim, head_dim=shape.head_dim, grid=shape.grid, **options)]
+        if shape.hidden:
+            layers.append(mlp(dim=shape.dim, hidden=shape.hidden))
+        block = Block(layers, eps, leaving, norm)
+        blocks.append(block)
+        leaving = block.orders[-1]
 
-    if text_tokens and not read:
+    if text_tokens and not reads_text:
         raise UserError(
             "model.text_tokens=true needs layers of attention, and this model has none; choose "
             "model=dit_<size> or hybrid_<size>, or set model.text_tokens=false."
         )
-    return mixers
-
-
-def build_blocks(
-    shape: Shape, mixers: list[nn.Module], mlp: Callable[..., nn.Module], eps: float, norm: Norm
-) -> nn.ModuleList:
-    """Builds a block around each mixer, with an MLP unless `shape.hidden` is 0."""
-    # A block returns the output of its last layer in the token order of that layer (`leaving`;
-    # None: the order of the residual stream). The next block adds this output to the residual
-    # stream, so it needs `leaving` to permute the tokens back.
-    blocks = nn.ModuleList()
-    leaving = None
-    for mixer in mixers:
-        layers = [mixer, mlp(dim=shape.dim, hidden=shape.hidden)] if shape.hidden else [mixer]
-        block = Block(layers, eps, leaving, norm)
-        blocks.append(block)
-        leaving = block.orders[-1]
     return blocks

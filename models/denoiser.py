@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.condition import Condition
 from common.errors import UserError
-from models.block import Block, Norm, SwiGLU, build_blocks, build_mixers
+from models.block import Block, Norm, SwiGLU, build_blocks
 from models.layers import (
     InternalHead,
     LabelEmbedding,
@@ -40,9 +40,9 @@ class Denoiser(nn.Module):
     (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by which t is multiplied
     before its sinusoids) exist for weights that were trained elsewhere (scripts/import_weights.py).
 
-    `conditioning` is "class", "text" or "class_and_text"; `text`, a dict, describes the captions
-    (models/text.py). With `text_tokens` the layers of attention also attend to the captions'
-    tokens. A sample with the null label gets the empty caption.
+    `conditioning` is "class", "text" or "class_and_text"; `text`, a dict, describes the texts
+    (models/text.py). With `text_tokens` the layers of attention also attend to their tokens. A
+    sample with the null label gets the empty text.
 
     If `internal_block` is k > 0, a second head estimates the velocity from the residual stream
     after block k, from 1, for internal guidance; it changes no other gradient. Training may add
@@ -110,10 +110,8 @@ class Denoiser(nn.Module):
         self.label_embed = None if by_text else LabelEmbedding(dim, num_classes)
         self.text_embed = build_text_embedding(conditioning, text_tokens, text, dim)
 
-        mixers = build_mixers(
-            shape, mixer, attention, self.text_embed.count if self.text_embed else 0
-        )
-        self.blocks = build_blocks(shape, mixers, mlp, eps, norm)
+        read_tokens = self.text_embed.count if self.text_embed else 0
+        self.blocks = build_blocks(shape, mixer, attention, read_tokens, mlp, eps, norm)
 
         # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,
         # shift and gate of mixer and MLP), one without an MLP 3, and the final norm a scale and a

@@ -25,7 +25,7 @@ cut."""
 SMALLEST_TILE = 32
 """Smallest height in pixels of an image in a grid; smaller images are enlarged."""
 LINE_HEIGHT = 14
-"""Height in pixels of a line of text in the captions of a grid of images."""
+"""Height in pixels of a line of text beside a grid of images."""
 
 
 class Autoencoder(nn.Module, ABC):
@@ -101,29 +101,27 @@ def write_grid(
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = ImageOps.scale(picture, factor, Image.Resampling.NEAREST)
     if names:
-        picture = add_captions(picture, names, note)
+        picture = add_names(picture, names, note)
     picture.save(path)
 
 
-def add_captions(picture: Image, names: Sequence[str], note: str) -> Image:
+def add_names(picture: Image, names: Sequence[str], note: str) -> Image:
     """Returns a larger picture with `names`, one for each row of images, in a margin on the left,
     and `note` in a line below ("": no such line)."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default()
     # Pillow's default font has only the characters of Latin-1, so replace other characters by "?".
-    captions = [
-        name[:LONGEST_NAME].encode("latin-1", "replace").decode("latin-1") for name in names
-    ]
-    margin = round(max(font.getlength(name) for name in captions)) + 8
+    lines = [name[:LONGEST_NAME].encode("latin-1", "replace").decode("latin-1") for name in names]
+    margin = round(max(font.getlength(name) for name in lines)) + 8
     result = Image.new(
         "RGB", (margin + picture.width, picture.height + (LINE_HEIGHT if note else 0)), "white"
     )
     result.paste(picture, (margin, 0))
 
     draw = ImageDraw.Draw(result)
-    for row, name in enumerate(captions):
-        middle = (row + 0.5) * picture.height / len(captions)
+    for row, name in enumerate(lines):
+        middle = (row + 0.5) * picture.height / len(lines)
         draw.text(
             (margin - 4 - font.getlength(name), middle - LINE_HEIGHT / 2), name, "black", font
         )

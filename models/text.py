@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from common.encoded_text import EncodedText
+from common.condition import EncodedText
 from common.errors import UserError
 from models.layers import init_linear
 

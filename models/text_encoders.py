@@ -1,7 +1,7 @@
-"""Frozen text encoders with one interface: they turn captions into vectors, once per latent set and
-once per prompt. Training never runs them.
+"""Frozen text encoders with one interface: they turn texts into vectors, once per latent set and
+once per sampling. Training never runs them.
 
-Letters: B captions, T tokens of a caption, E width of the encoder.
+Letters: B texts, T tokens of a text, E width of the encoder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from common.encoded_text import TextEncoder
+from common.condition import TextEncoder
 from common.errors import UserError
 from common.files import hash_file
 from common.libraries import silence_libraries

@@ -20,9 +20,9 @@ from torch import Tensor
 from accel.device_memory import refuse_large_batch
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
+from common.condition import TextEncoder
 from common.config.compose import apply_schema, read_config
 from common.config.schema import RuntimeConfig, SamplingConfig
-from common.encoded_text import TextEncoder
 from common.environment import pick_device
 from common.errors import UserError
 from common.files import hash_content

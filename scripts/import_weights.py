@@ -172,7 +172,7 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
     """Returns the description of the model's latents: shape, classes, encoder and normalisation."""
     from common.config.build import build
     from data.spec import LatentSpec
-    from encoding.caption_job import locate_encoder
+    from models.autoencoders import locate_encoder
     from models.images import Autoencoder
     from scripts.commands import find_encoder_node
     from scripts.import_latents import read_class_names

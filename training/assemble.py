@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,11 +127,11 @@ class Training:
     stack: AccelerationStack
     state: TrainState
     step: TrainStep
-    kernels: dict[str, Any]
-    """The chosen fused kernels and the measurements behind the choice; empty if the run has no
-    kernels to choose."""
     base: Base | None = None
     """The base model of the adapter; None without an adapter."""
+    kernels: dict[str, Any] = field(default_factory=dict)
+    """The chosen fused kernels and the measurements behind the choice; empty if the run has no
+    kernels to choose."""
     batches: Sequence[Batch] = ()
     """Micro-batches of the last step."""
     grid_rows: Conditions | None = None
@@ -164,7 +164,7 @@ class Training:
         model of texts, those of the data's first samples: held-out ones if `source` is "held_out",
         and else `first_samples`. All ranks must call it together."""
         loader = self.loader
-        if loader.captions is None:
+        if find_text_level(self.cfg.model) == "none":
             labels = loader.spec.labels[:count]
             return Conditions.of_classes(loader.spec, labels, "balanced", self.device)
         if source == "held_out":
@@ -259,42 +259,12 @@ class Parts(NamedTuple):
     base: Base | None
     model: Denoiser
     stack: AccelerationStack
-    kernels: dict[str, Any]
-
-
-def build_parts(
-    cfg: TrainConfig,
-    device: torch.device,
-    ranks: Ranks,
-    folder: Path | None = None,
-    loader: LatentLoader | None = None,
-) -> Parts:
-    """Opens the data, unless it gets their `loader`, builds the model with the weights of an
-    adapter's base, and chooses kernels; see `assemble`."""
-    if loader is None:
-        samples = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
-        level = find_text_level(cfg.model)
-        loader = build_loader(cfg.data, cfg.seed, samples, device, ranks, level)
-    loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
-    objective = build(cfg.objective, "objective", kind=Objective)
-    base = open_base(cfg, loader, ranks)
-    model = build_model(cfg.model, loader.spec, device)
-    refuse_unfit(cfg, loader, model)
-
-    stack = build_stack(cfg, device)
-    stack.on_process()
-    kernels = prove_kernels(stack, model, loader.spec, loader.batch_size, folder)
-    if base is not None:
-        rows = load_base(model, loader.spec, base, cfg.model)
-        if rows:
-            ranks.say(f"the adapter's base is {base.file}{rows}")
-    return Parts(loader, objective, base, model, stack, kernels)
 
 
 def join_parts(cfg: TrainConfig, device: torch.device, ranks: Ranks, parts: Parts) -> Training:
     """Adds the adapter and the objective's heads to the model, applies the techniques, and builds
     optimizer, state and step."""
-    loader, objective, base, model, stack, kernels = parts
+    loader, objective, base, model, stack = parts
     if base is not None:
         add_adapter(model, cfg.adapter, base.new_classes)
     network = ModelWithHeads(model)
@@ -316,18 +286,42 @@ def join_parts(cfg: TrainConfig, device: torch.device, ranks: Ranks, parts: Part
     if cfg.ema.snapshots:
         state.power_averages = [PowerAverage(model, length) for length in LENGTHS]
     step = stack.on_step(TrainStep(cfg, state, objective, schedule))
-    return Training(cfg, device, ranks, loader, stack, state, step, kernels, base)
+    return Training(cfg, device, ranks, loader, stack, state, step, base)
 
 
 def assemble(
-    cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE, folder: Path | None = None
+    cfg: TrainConfig,
+    device: torch.device,
+    ranks: Ranks = SINGLE,
+    folder: Path | None = None,
+    loader: LatentLoader | None = None,
 ) -> Training:
-    """Builds the loader, the model, its techniques, the optimizer, the state and the step.
+    """Builds the loader, unless it is given, the model with the weights of an adapter's base, its
+    techniques, the optimizer, the state and the step.
 
     `folder` is the run folder; if the run chose fused kernels before, the folder holds that choice.
     Raises UserError, with a one-sentence message, if a part cannot be built.
     """
-    return join_parts(cfg, device, ranks, build_parts(cfg, device, ranks, folder))
+    if loader is None:
+        samples = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
+        level = find_text_level(cfg.model)
+        loader = build_loader(cfg.data, cfg.seed, samples, device, ranks, level)
+    loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
+    objective = build(cfg.objective, "objective", kind=Objective)
+    base = open_base(cfg, loader, ranks)
+    model = build_model(cfg.model, loader.spec, device)
+    refuse_unfit(cfg, loader, model)
+
+    stack = build_stack(cfg, device)
+    stack.on_process()
+    kernels = prove_kernels(stack, model, loader.spec, loader.batch_size, folder)
+    if base is not None:
+        rows = load_base(model, loader.spec, base, cfg.model)
+        if rows:
+            ranks.say(f"the adapter's base is {base.file}{rows}")
+    training = join_parts(cfg, device, ranks, Parts(loader, objective, base, model, stack))
+    training.kernels = kernels
+    return training
 
 
 def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from accel.stack import AccelerationStack
-from common.condition import Condition
+from common.condition import Condition, EncodedText
 from common.config.schema import SamplingConfig, to_plain
-from common.encoded_text import EncodedText
 from common.errors import UserError
 from common.text import split_lines
 from data.loader import LatentLoader

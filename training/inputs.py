@@ -1,5 +1,5 @@
-"""Builds what training and sampling feed a model with: the loader of its data. Says what of the
-captions the model reads, forecasts the memory that latents take, and tries fused kernels on inputs
+"""Builds what training and sampling feed a model with: the loader of its data. Says what of
+texts the model reads, forecasts the memory that latents take, and tries fused kernels on inputs
 of zeros."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def build_loader(
     ranks: Ranks = SINGLE,
     text: str = "none",
 ) -> LatentLoader:
-    """Builds the loader of this rank, whose batches have `micro_batch` samples each, and the
-    captions that `text` says (see `LoaderArgs`)."""
+    """Builds the loader of this rank, whose batches have `micro_batch` samples each, and of their
+    texts what `text` says (see `LoaderArgs`)."""
     place: dict[str, Any] = {"device": device, "rank": ranks.rank, "world_size": ranks.world_size}
     if text != "none":
         place["text"] = text
@@ -38,7 +38,7 @@ def build_loader(
 
 
 def find_text_level(model: Mapping[str, Any]) -> str:
-    """Returns what batches must carry of their captions for a model of this configuration: "none",
+    """Returns what batches must carry of their texts for a model of this configuration: "none",
     "pooled" or "tokens"."""
     if model.get("conditioning", "class") == "class":
         return "none"
@@ -46,7 +46,7 @@ def find_text_level(model: Mapping[str, Any]) -> str:
 
 
 def foresee_latents(cfg: TrainConfig, memory: float) -> tuple[LatentSpec, float]:
-    """Returns the spec of a run's latent set, and the bytes that its latents, and the captions that
+    """Returns the spec of a run's latent set, and the bytes that its latents, and the texts that
     the model reads, take on a device with `memory` bytes. If the loader's class cannot forecast
     both, builds a loader on the CPU for the spec, and returns 0 bytes."""
     kind = resolve_target(cfg.data.get("_target_", ""), "data")

@@ -180,5 +180,5 @@ class CapturedUpdate:
 
 
 def list_tensors(batches: Sequence[Any]) -> list[Tensor]:
-    """Lists the tensors of batches; an absent caption is None."""
+    """Lists the tensors of batches; an absent text is None."""
     return [leaf for leaf in tree_leaves(list(batches)) if leaf is not None]

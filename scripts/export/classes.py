@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
-from common.condition import Condition
-from common.encoded_text import EncodedText
+from common.condition import Condition, EncodedText
 from common.errors import UserError
 from models.autoencoders import add_global_branch
 from models.block import Norm

@@ -155,7 +155,7 @@ def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Trainin
     objective = build(cfg.objective, "objective", kind=Objective)
     stack = build_planned_stack(cfg, gpu)
     stack.on_process()
-    parts = Parts(loader, objective, base, model, stack, {})
+    parts = Parts(loader, objective, base, model, stack)
     training = join_parts(cfg, CPU, SINGLE, parts)
     if gpu:
         # Let `auto` take `flash` on the fake CPU tensors, because no kernel of a GPU keeps the

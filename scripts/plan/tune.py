@@ -35,7 +35,6 @@ from common import workers
 from common.config import build
 from common.config.compose import apply_schema
 from common.config.schema import ParallelConfig, TrainConfig
-from common.distributed.ranks import SINGLE
 from common.environment import memory_of, seed
 from common.errors import UserError
 from common.files import read_object, write_atomically
@@ -51,7 +50,7 @@ from scripts.plan.savings import (
     list_micro_batches,
     merge_values,
 )
-from training.assemble import Training, build_parts, join_parts
+from training.assemble import Training, assemble
 from training.inputs import find_text_level
 from training.preflight.length import measure_pauses
 from training.preflight.memory import refuse_large_step
@@ -266,8 +265,7 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
             device=device,
             text=find_text_level(cfg.model),
         )
-    parts = build_parts(cfg, device, SINGLE, loader=loader)
-    training = join_parts(cfg, device, SINGLE, parts)
+    training = assemble(cfg, device, loader=loader)
 
     # Add noise to the initial weights: a new model returns zero, so its losses would hide every
     # error in a block.

@@ -79,7 +79,7 @@ def render_page(run: History) -> str:
 
 
 def encode_grids(run: History) -> Iterator[tuple[str, str]]:
-    """Yields (image as a data URI, caption) of at most MAX_GRIDS sample grids, evenly spread from
+    """Yields (image as a data URI, its title) of at most MAX_GRIDS sample grids, evenly spread from
     the first to the last."""
     last = len(run.grids) - 1
     samples = {line["step"]: line.get("samples") for line in run.lines}

@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import is_fused
 from accel.techniques.fused_kernels import FusedKernel
-from common.condition import Condition
+from common.condition import Condition, EncodedText
 from common.config.build import build
 from common.config.compose import compose
 from common.distributed.ranks import SINGLE
-from common.encoded_text import EncodedText
 from common.files import ROOT
 from data.loader import Batch
 from data.spec import LatentSpec, TextSpec
@@ -193,7 +192,7 @@ def assemble_run(words):
     stack = build_stack(cfg, CUDA, alone=True)
     stack.on_process()
     accept_kernels(stack, model)
-    parts = Parts(SimpleNamespace(spec=SPEC), objective, None, model, stack, {})
+    parts = Parts(SimpleNamespace(spec=SPEC), objective, None, model, stack)
     training = join_parts(cfg, CUDA, SINGLE, parts)
     assert not training.stack.reasons, f"could not be had: {training.stack.reasons}"
     training.step.update = training.step.take_step

@@ -6,8 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.kernels.attention.attend import attend, attend_by_products, attend_in_groups, make_mask
-from common.condition import Condition
-from common.encoded_text import EncodedText
+from common.condition import Condition, EncodedText
 from models.mixers.attention import Attention
 from tests.harness.denoisers import FAMILIES, fill_zero_layers, make_denoiser, make_inputs
 from tests.harness.refusals import expect_refusal

@@ -155,7 +155,7 @@ def test_refusals(captioned_run, trained, tmp_path, monkeypatch):
     weights = shutil.copy(next(captioned_run.glob("checkpoints/*/ema.safetensors")), tmp_path)
     with expect_refusal("prompts=held_out needs the run's data"):
         sample_run(SampleConfig(weights=str(weights), out=str(tmp_path / "a")))
-    with expect_refusal("clip=x is for a model of captions"):
+    with expect_refusal("clip=x is for a model of texts"):
         evaluate_run(EvaluateConfig(run_dir=str(trained), clip="x", out=str(tmp_path / "e")))
     monkeypatch.setattr("models.text_encoders.hash_files", lambda files: "0" * 64)
     with expect_refusal("the text_encoder at None has other weights than the one that made"):

@@ -133,7 +133,7 @@ def test_a_model_of_another_text_encoder_is_refused(digits, run, tmp_path):
     encoder = {"_target_": "models.text_encoders.HubTextEncoder", "path": str(save_bert(tmp_path))}
     other = save_digits(tmp_path / "set", ["a {}"], count=32, encoder=encoder)
     words = ["model.text_tokens=false", f"init_from={base['run_dir']}"]
-    with expect_refusal("was trained on captions of another text_encoder than the data"):
+    with expect_refusal("was trained on texts of another text_encoder than the data"):
         run(*text_words(other, "model=dit_s", *words), folder="other")
 
 

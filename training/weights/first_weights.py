@@ -237,8 +237,8 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
 
 def open_base(cfg: TrainConfig, loader: LatentLoader, ranks: Ranks) -> Base | None:
     """Finds the base model as `find_base` does; None for a run without an adapter. Gives the
-    loader's spec the mean of the captions of the base model, whose weights know no other: the
-    captions of a small set may all be near their own mean; and behind its own classes those of the
+    loader's spec the mean of the texts of the base model, whose weights know no other: the
+    texts of a small set may all be near their own mean; and behind its own classes those of the
     base model, so that samples of these can still be drawn."""
     if not cfg.adapter:
         return None

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel.sharding import to_full
+from common.condition import TextEncoder
 from common.config.build import build, fill_defaults, is_admitted
-from common.encoded_text import TextEncoder
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
 from common.trees import list_nodes
@@ -288,8 +288,8 @@ def fit_weights(
         and old.text.encoder_sha256 != spec.text.encoder_sha256
     ):
         raise UserError(
-            f"{file} was trained on captions of another text_encoder than the data's; encode the "
-            "captions with that one."
+            f"{file} was trained on texts of another text_encoder than the data's; encode the "
+            "data's with that one."
         )
 
     # Compare class names only if the file's spec or this run's spec has some. Without names,
@@ -379,7 +379,7 @@ def build_autoencoder(
 
 
 def build_text_encoder(text: TextSpec, path: str | None) -> TextEncoder:
-    """Builds the text encoder that encoded the captions, as `build_autoencoder` does, on the
+    """Builds the text encoder that encoded the texts, as `build_autoencoder` does, on the
     CPU."""
     return build_encoder("text_encoder", TextEncoder, text.encoder, text.encoder_sha256, path)
 

@@ -46,7 +46,7 @@ def attend(
     groups. Without `groups` each token attends to all tokens.
 
     `prefix` stands for T keys and values before those of the L tokens, to which all tokens attend:
-    the tokens of a caption. `prefix[b, t]` is false for padding. On a GPU "flash" and "cudnn"
+    the tokens of a text. `prefix[b, t]` is false for padding. On a GPU "flash" and "cudnn"
     accept no mask, so they do not work with `groups` or `prefix`.
 
     A named backend that does not support the inputs raises PyTorch's RuntimeError; PyTorch never
