@@ -31,14 +31,15 @@ from models.text import Conditioning, build_text_embedding
 class Denoiser(nn.Module):
     """A velocity model `v(x, t, y)` for latents of any size, with any mixer.
 
-    `channels`, `height`, `width` and `num_classes` describe the data; `dim`, `depth`, `head_dim`,
-    `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer;
-    if `mixer` has a parameter `layer`, it also gets the number of blocks before this one that have
-    the same kind of mixer. If `attention_every` is k > 0, `attention` builds the mixer of every
-    k-th block instead: a hybrid. With `mlp_ratio` 0 a block is the mixer alone (the Mamba recipe);
-    otherwise `mlp(dim, hidden)` follows the mixer, with a hidden width of about mlp_ratio · dim
-    (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by which t is multiplied
-    before its sinusoids) exist for weights that were trained elsewhere (scripts/import_weights.py).
+    `channels`, `height`, `width` and `num_classes`, the null label, describe the data; `dim`,
+    `depth`, `head_dim`, `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)`
+    builds one token mixer; if `mixer` has a parameter `layer`, it also gets the number of blocks
+    before this one that have the same kind of mixer. If `attention_every` is k > 0, `attention`
+    builds the mixer of every k-th block instead: a hybrid. With `mlp_ratio` 0 a block is the mixer
+    alone (the Mamba recipe); otherwise `mlp(dim, hidden)` follows the mixer, with a hidden width of
+    about mlp_ratio · dim (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by
+    which t is multiplied before its sinusoids) exist for weights that were trained elsewhere
+    (scripts/import_weights.py).
 
     `conditioning` is "class", "text" or "class_and_text"; `text`, a dict, describes the texts
     (models/text.py). With `text_tokens` the layers of attention also attend to their tokens. A
