@@ -26,9 +26,8 @@ from common.errors import UserError
 from common.memory import GIB
 from common.text import shorten_error
 from common.workers import Prefetcher, Readers, refuse_small_shared_memory
-from data.blocks import BlockReader, OnCorrupt, SkippedBlock, add_skipped, append_captions, open_set
+from data.blocks import BlockReader, OnCorrupt, SkippedBlock, add_skipped, open_set
 from data.caption_blocks import read_captions
-from data.caption_table import CaptionTable
 from data.loader import Batch, LatentLoader, LoaderArgs
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
@@ -92,7 +91,6 @@ class StreamDataset(IterableDataset):
     blocks: BlockReader
     rank_positions: RankPositions
     start: int
-    captions: CaptionTable | None = None
 
     def __iter__(self) -> Iterator[WorkerBatch | str]:
         info = get_worker_info()
@@ -131,9 +129,7 @@ class StreamDataset(IterableDataset):
         rows = torch.empty(0, dtype=torch.uint8)
         if parts:
             epoch = torch.tensor(wanted) // self.order.count
-            rows = append_captions(
-                torch.stack(parts), self.blocks, self.captions, self.order.seed, epoch
-            )
+            rows = self.blocks.append_captions(torch.stack(parts), self.order.seed, epoch)
         return rows, wanted, self.blocks.take_reports()
 
 
@@ -234,6 +230,7 @@ class StreamedLatents(LatentLoader):
         self.held_out_blocks = held_out
         self.held_out_count = held_out.count
         self.captions = read_captions(train, self.text, torch.device("cpu"))
+        train.captions = self.captions
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
@@ -286,20 +283,17 @@ class StreamedLatents(LatentLoader):
         of the joined batches."""
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
-            row_bytes = self.blocks.row_bytes + (self.captions.row_bytes if self.captions else 0)
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                self.batch_size * row_bytes,
+                self.batch_size * self.blocks.joined_bytes,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 
         # Pass a `generator`: without one, the DataLoader draws a seed from PyTorch's global
         # generator, which changes the random numbers of the run.
         loader = DataLoader(
-            StreamDataset(
-                self.order, self.blocks, self.rank_positions, self.samples_seen, self.captions
-            ),
+            StreamDataset(self.order, self.blocks, self.rank_positions, self.samples_seen),
             batch_size=None,
             num_workers=self.num_workers,
             prefetch_factor=prefetch,
@@ -335,7 +329,7 @@ class StreamedLatents(LatentLoader):
         add_skipped(self.skipped, reports)
         rows = rows.to(self.device, non_blocking=True)
         position = position.to(self.device, non_blocking=True)
-        samples, text = self.blocks.unpack_rows(rows, self.captions)
+        samples, text = self.blocks.unpack_rows(rows)
         return self.make_batch(samples, position, text)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
