@@ -95,7 +95,7 @@ class StreamDataset(IterableDataset):
     def __iter__(self) -> Iterator[WorkerBatch | str]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        rank_streams = self.rank_positions.find_streams() or range(self.order.streams)
+        rank_streams = self.rank_positions.find_streams()
         readers = Readers(READERS_PER_WORKER, "reader")
         streams: Streams = {}
         start = self.start
@@ -260,7 +260,7 @@ class StreamedLatents(LatentLoader):
         if self.rank:
             return
 
-        windows = len(self.rank_positions.find_streams() or range(streams)) * stream_bytes
+        windows = len(self.rank_positions.find_streams()) * stream_bytes
         reading = (
             max(1, self.num_workers)
             * READERS_PER_WORKER
