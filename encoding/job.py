@@ -43,7 +43,7 @@ from common.files import (
 from data.caption_table import CaptionTable
 from data.manifest import Manifest, Shard
 from data.spec import TextSpec
-from encoding.caption_job import CaptionJob, TextSettings
+from encoding.caption_job import CaptionJob
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
 from models.autoencoders import locate_encoder
@@ -113,8 +113,7 @@ def plan_captions(
     """Plans to encode the captions of the plan's images by `cfg.text_encoder`, except those in the
     table `earlier`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    settings = TextSettings(*(vars(cfg)[name] for name in TextSettings._fields))
-    return CaptionJob(captions, cfg.text_encoder, settings, device, earlier)
+    return CaptionJob(captions, cfg, device, earlier)
 
 
 def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:

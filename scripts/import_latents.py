@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.config.compose import parse_words, refuse_missing, report_user_errors
-from common.config.schema import Positive, refuse_unset, refuse_values
+from common.config.schema import Positive, PrecomputeConfig, refuse_unset, refuse_values
 from common.errors import UserError
 from common.text import split_lines
 from scripts.commands import find_encoder_node
@@ -161,7 +161,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     from common.environment import pick_device
     from common.files import rename
     from encoding.caption_files import read_caption_list
-    from encoding.caption_job import CaptionJob, TextSettings
+    from encoding.caption_job import CaptionJob
     from encoding.foreign import ForeignOptions, open_foreign
     from models.images import Autoencoder
 
@@ -197,8 +197,10 @@ def import_latents(cfg: ImportConfig) -> Path:
         if cfg.captions is not None:
             texts = read_caption_list(cfg.captions, foreign.total)
             caption_node = find_encoder_node("text_encoder", str(cfg.text_encoder))
-            settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
-            captions = CaptionJob(texts, caption_node, settings, pick_device(cfg.device))
+            settings = PrecomputeConfig(
+                text_encoder=caption_node, shard_size=cfg.shard_size, block_size=cfg.block_size
+            )
+            captions = CaptionJob(texts, settings, pick_device(cfg.device))
         manifest = write_set(cfg, foreign, autoencoder, node, unfinished, captions)
         manifest.write(unfinished)
         rename(unfinished, out)
