@@ -100,8 +100,8 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
 
     def read_batches(wanted: range) -> Images:
         dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
-        parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH_IMAGES)]
-        for batch in make_decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
+        workers = int(len(wanted) > BATCH_IMAGES)
+        for batch in make_decoding_loader(dataset, BATCH_IMAGES, workers):
             for reason in batch.reasons:
                 print(f"reference={folder}: {reason}; it is left out")
             if batch.unread:
