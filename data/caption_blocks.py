@@ -58,7 +58,9 @@ def join_text(texts: list[str]) -> UInt8[Tensor, "bytes"]:
     return torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8)
 
 
-def read_captions(blocks: BlockReader, level: str, device: torch.device) -> CaptionTable | None:
+def read_captions(
+    blocks: BlockReader, level: str, device: torch.device | str = "cpu"
+) -> CaptionTable | None:
     """Reads the captions of the set of `blocks`; returns None if `level` (see `LoaderArgs`) is
     "none" or the set has no captions. Raises DamagedBlockError if a block differs from the
     manifest."""

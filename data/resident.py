@@ -264,8 +264,7 @@ class ResidentLatents(InMemoryLatents):
                 "time, or raise data.device_memory_gib."
             )
         else:
-            self.captions = read_captions(train, self.text, torch.device("cpu"))
-            train.captions = self.captions
+            self.captions = train.captions = read_captions(train, self.text)
             chunk_size = min(train.count, int(allowed // (2 * train.joined_bytes)))
             plan = f"a chunk of {chunk_size} samples on the device, and the next one on its way"
             order = ChunkOrder(train.counts, self.seed, chunk_size)

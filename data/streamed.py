@@ -229,8 +229,7 @@ class StreamedLatents(LatentLoader):
         self.blocks = train
         self.held_out_blocks = held_out
         self.held_out_count = held_out.count
-        self.captions = read_captions(train, self.text, torch.device("cpu"))
-        train.captions = self.captions
+        self.captions = train.captions = read_captions(train, self.text)
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
