@@ -7,7 +7,7 @@ it depends only on the captions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -152,14 +152,6 @@ class CaptionJob:
         most = self.spec.per_image
         rows = [[self.index[text] for text in own[:most]] for own in captions]
         return torch.tensor([row + [-1] * (most - len(row)) for row in rows], dtype=torch.int32)
-
-    def add_numbers(self, chunks: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """Yields chunks of samples, in the order of the captions, with the captions' numbers."""
-        start = 0
-        for chunk in chunks:
-            end = start + len(chunk["labels"])
-            yield chunk | {"captions": self.number_captions(self.captions[start:end])}
-            start = end
 
     def run(self, out: Path, part: Part = WHOLE) -> list[Shard]:
         """Writes each unfinished shard of captions of this part, and its sidecar; returns the

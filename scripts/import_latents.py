@@ -225,6 +225,7 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
     are not finite floating-point numbers of the same shape as in the samples before.
     """
     import torch
+    from torch.utils.data import default_collate
 
     from encoding.foreign_values import convert_latents, parse_class_index
 
@@ -246,7 +247,7 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
                 0 if names == [] else parse_class_index(parts.get("labels"), limit, where)
             )
             tensors.append(sample)
-        yield {name: torch.stack([sample[name] for sample in tensors]) for name in tensors[0]}
+        yield default_collate(tensors)
 
 
 def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -330,7 +331,9 @@ def write_set(
     names = find_class_names(cfg)
     chunks = read_chunks(foreign, names)
     if captions is not None:
-        chunks = captions.add_numbers(chunks)
+        numbers = captions.number_captions(captions.captions).split(CHUNK_SAMPLES)
+        pairs = zip(chunks, numbers, strict=True)
+        chunks = (chunk | {"captions": part} for chunk, part in pairs)
     written, sums, labels, shape = write_shards(cfg, chunks, target, out)
     if captions is not None:
         written += captions.run(out)
