@@ -196,12 +196,11 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
     """Writes `job` to job.json in the folder `out`. If the file is there, first compares the
     settings in it with those of `job`. Raises UserError if the folder belongs to another job, or
     if job.json cannot be read."""
-    file = out / JOB_FILE
     content = read_job(out)
     refuse_changes(f"out={out}", content, job, (job.keys() & content.keys()) - NOT_COMPARED)
     if content | job != content:
         content |= job
-        write_json(file, content | {"sha256": hash_content(content)})
+        write_json(out / JOB_FILE, content | {"sha256": hash_content(content)})
 
 
 def read_job(out: Path) -> dict[str, Any]:
