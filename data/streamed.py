@@ -133,7 +133,7 @@ class StreamDataset(IterableDataset):
         return rows, wanted, self.blocks.take_reports()
 
 
-def join_batches(loader: DataLoader, workers: int, pin_memory: bool) -> Generator[JoinedBatch]:
+def join_batches(loader: DataLoader, pin_memory: bool) -> Generator[JoinedBatch]:
     """Yields the batches, endlessly. Raises UserError with the reason if a worker fails.
 
     It must run in another thread than the main thread, because it starts the workers. If the main
@@ -143,7 +143,7 @@ def join_batches(loader: DataLoader, workers: int, pin_memory: bool) -> Generato
     items = iter(loader)
     try:
         while True:
-            worker_batches = [next(items) for _ in range(workers)]
+            worker_batches = [next(items) for _ in range(max(1, loader.num_workers))]
             for item in worker_batches:
                 if isinstance(item, str):
                     raise UserError(item)
@@ -300,7 +300,7 @@ class StreamedLatents(LatentLoader):
         )
 
         feeder = Readers(1, "feeder")
-        batches = join_batches(loader, max(1, self.num_workers), self.pin_memory)
+        batches = join_batches(loader, self.pin_memory)
         self.stop = weakref.finalize(self, end_reading, feeder, batches)
         self.batches = Prefetcher(batches, feeder)
         return self.batches
