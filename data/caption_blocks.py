@@ -45,11 +45,11 @@ class CaptionBlockReader(BlockReader):
         actual = describe_tensor(tensor.shape, tensor.dtype)
         if actual != expected:
             raise DamagedBlockError(f"holds {name} {actual}, the manifest says {expected}")
-        if name == "lengths" and not 0 <= int(tensor.min()) <= int(tensor.max()) <= spec.max_tokens:
+        if name == "lengths" and not 0 <= tensor.min() <= tensor.max() <= spec.max_tokens:
             raise DamagedBlockError(f"holds captions of more than {spec.max_tokens} tokens")
-        if name == "pooled" and not bool((tensor.isfinite() & (tensor != 0)).any(1).all()):
+        if name == "pooled" and not (tensor.isfinite() & (tensor != 0)).any(1).all():
             raise DamagedBlockError("holds a caption whose vector is zero or not finite")
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and not tensor.isfinite().all():
             raise DamagedBlockError(f"holds {name} that are not finite")
 
 
@@ -75,5 +75,5 @@ def read_captions(
         rows = slice(place.first, place.first + place.block.samples)
         table.texts[rows] = json.loads(block["text"].numpy().tobytes())
         for name in names:
-            getattr(table.columns, name)[rows] = block[name].to(device)
+            getattr(table.columns, name)[rows] = block[name]
     return table
