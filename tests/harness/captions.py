@@ -88,6 +88,6 @@ def save_digits(folder, templates=TEMPLATES, count=None, captionless=None, **set
 def read_table(folder, level="tokens"):
     """The captions of a latent set, encoded."""
     manifest = read_manifest(folder)
-    table = read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
+    table = read_captions(BlockReader(open_source(folder), manifest, "train"), level)
     assert table is not None
     return table
