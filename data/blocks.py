@@ -84,6 +84,9 @@ class BlockReader:
         self.damaged: dict[int, str] = {}
         """Number of a damaged block -> what is wrong with it. The reader does not read these blocks
         again."""
+        self.captions: CaptionTable | None = None
+        """Table of the set's captions, if each sample gets its caption where it is read: on the
+        CPU."""
         self.reports: list[SkippedBlock] = []
         """Reports on the blocks that were skipped since the last call of `take_reports`."""
 
@@ -156,19 +159,32 @@ class BlockReader:
     def row_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.sample_template.values())
 
+    @property
+    def joined_bytes(self) -> int:
+        """Bytes of a sample with its caption, if `append_captions` appends one."""
+        return self.row_bytes + (self.captions.row_bytes if self.captions else 0)
+
     def read_rows(self, number: int) -> Rows:
         """Reads a block as raw bytes, with all tensors of a sample in one row. A batch of rows then
         needs one slice, one copy and one file descriptor, instead of one for each tensor name."""
         tensors = self.read(number)
         return join_rows([tensors[name] for name in self.sample_template])
 
-    def unpack_rows(
-        self, rows: Rows, captions: CaptionTable | None = None
-    ) -> tuple[LatentTensors, EncodedText | None]:
+    def append_captions(self, rows: Rows, seed: int, epoch: Tensor | int) -> Rows:
+        """Returns rows of samples with the bytes of one caption at the end of each, which
+        `choose_captions` chooses; without a table of captions returns `rows`. All tensors are on
+        the CPU."""
+        if self.captions is None:
+            return rows
+        columns = split_rows(rows, self.sample_template, ("ids", "captions"))
+        numbers = choose_captions(columns["captions"], columns["ids"], seed, epoch)
+        return torch.cat((rows, join_rows(list(self.captions.columns.select(numbers)))), dim=1)
+
+    def unpack_rows(self, rows: Rows) -> tuple[LatentTensors, EncodedText | None]:
         """Converts rows of bytes, as `read_rows` returns them, to samples; with a table of captions
         also converts the captions that `append_captions` appended. All tensors are on the device of
         `rows`."""
-        text = None if captions is None else captions.unpack_rows(rows[:, self.row_bytes :])
+        text = self.captions and self.captions.unpack_rows(rows[:, self.row_bytes :])
         return LatentTensors(**split_rows(rows, self.sample_template)), text
 
     def read_in_order(
@@ -341,19 +357,6 @@ def add_skipped(skipped: dict[str, int], reports: list[SkippedBlock]) -> None:
                 f"{reason}",
                 flush=True,
             )
-
-
-def append_captions(
-    rows: Rows, blocks: BlockReader, captions: CaptionTable | None, seed: int, epoch: Tensor | int
-) -> Rows:
-    """Returns rows of samples with the bytes of one caption at the end of each, which
-    `choose_captions` chooses; without a table of captions returns `rows`. All tensors are on the
-    CPU."""
-    if captions is None:
-        return rows
-    columns = split_rows(rows, blocks.sample_template, ("ids", "captions"))
-    numbers = choose_captions(columns["captions"], columns["ids"], seed, epoch)
-    return torch.cat((rows, join_rows(list(captions.columns.select(numbers)))), dim=1)
 
 
 def cut_rows(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:

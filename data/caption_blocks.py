@@ -45,11 +45,11 @@ class CaptionBlockReader(BlockReader):
         actual = describe_tensor(tensor.shape, tensor.dtype)
         if actual != expected:
             raise DamagedBlockError(f"holds {name} {actual}, the manifest says {expected}")
-        if name == "lengths" and not 0 <= int(tensor.min()) <= int(tensor.max()) <= spec.max_tokens:
+        if name == "lengths" and not 0 <= tensor.min() <= tensor.max() <= spec.max_tokens:
             raise DamagedBlockError(f"holds captions of more than {spec.max_tokens} tokens")
-        if name == "pooled" and not bool((tensor.isfinite() & (tensor != 0)).any(1).all()):
+        if name == "pooled" and not (tensor.isfinite() & (tensor != 0)).any(1).all():
             raise DamagedBlockError("holds a caption whose vector is zero or not finite")
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and not tensor.isfinite().all():
             raise DamagedBlockError(f"holds {name} that are not finite")
 
 
@@ -58,7 +58,9 @@ def join_text(texts: list[str]) -> UInt8[Tensor, "bytes"]:
     return torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8)
 
 
-def read_captions(blocks: BlockReader, level: str, device: torch.device) -> CaptionTable | None:
+def read_captions(
+    blocks: BlockReader, level: str, device: torch.device | str = "cpu"
+) -> CaptionTable | None:
     """Reads the captions of the set of `blocks`; returns None if `level` (see `LoaderArgs`) is
     "none" or the set has no captions. Raises DamagedBlockError if a block differs from the
     manifest."""
@@ -73,5 +75,5 @@ def read_captions(blocks: BlockReader, level: str, device: torch.device) -> Capt
         rows = slice(place.first, place.first + place.block.samples)
         table.texts[rows] = json.loads(block["text"].numpy().tobytes())
         for name in names:
-            getattr(table.columns, name)[rows] = block[name].to(device)
+            getattr(table.columns, name)[rows] = block[name]
     return table

@@ -23,7 +23,7 @@ class CaptionTable:
     """All captions of a set, encoded, in the memory of one device. Row i is caption i; the last
     row, which the number -1 also names, is the empty caption."""
 
-    def __init__(self, spec: TextSpec, level: str, device: torch.device) -> None:
+    def __init__(self, spec: TextSpec, level: str, device: torch.device | str) -> None:
         """Makes a table of zeros with the shapes and dtypes that `level` needs (see
         `LoaderArgs`)."""
         kept = spec.max_tokens if level == "tokens" else 0
@@ -52,7 +52,7 @@ class CaptionTable:
 
 
 def make_blank_table(
-    spec: TextSpec | None, level: str, device: torch.device
+    spec: TextSpec | None, level: str, device: torch.device | str
 ) -> CaptionTable | None:
     """Makes a table of one caption of zeros, with the shapes and dtypes of the set's captions, for
     forecasts; None if `level` is "none" or the set has no captions."""
@@ -63,7 +63,7 @@ def make_blank_table(
 
 def count_caption_bytes(spec: TextSpec | None, level: str) -> int:
     """Counts the bytes of a table of captions; 0 if there is none."""
-    one = make_blank_table(spec, level, torch.device("meta"))
+    one = make_blank_table(spec, level, "meta")
     return spec.count * one.row_bytes if spec and one else 0
 
 

@@ -13,6 +13,7 @@ import torch
 
 from common.errors import UserError
 from data.loader import LatentTensors, LoaderArgs
+from data.order import draw_permutation
 from data.resident import InMemoryLatents
 from data.spec import LatentSpec
 
@@ -45,7 +46,7 @@ class DigitLatents(InMemoryLatents):
         # Split the images with a fixed seed, and take mean and std over all classes, so that runs
         # with different seeds or `classes` are comparable.
         device = args["device"]
-        order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
+        order = draw_permutation(len(digits), 0)
         train_pixels = pixels[order[HELD_OUT_IMAGES:]]
         splits = []
         for part in (order[HELD_OUT_IMAGES:], order[:HELD_OUT_IMAGES]):

@@ -83,20 +83,23 @@ class Chunk:
     blocks: list[int] = field(default_factory=list)
 
 
+@dataclass
 class ChunkOrder:
     """Order that permutes the blocks of each epoch and cuts them into chunks of at most
     `chunk_size` samples; `counts` is the number of samples of each block."""
 
-    def __init__(self, counts: list[int], seed: int, chunk_size: int) -> None:
-        if chunk_size < max(counts):
+    counts: list[int]
+    seed: int
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < max(self.counts):
             raise UserError(
-                f"a chunk of {chunk_size} samples holds not even one block of {max(counts)}; "
-                "raise data.device_memory_gib, or make the set with a smaller block_size."
+                f"a chunk of {self.chunk_size} samples holds not even one block of "
+                f"{max(self.counts)}; raise data.device_memory_gib, or make the set with a smaller "
+                "block_size."
             )
-        self.count = sum(counts)
-        self.seed = seed
-        self.counts = counts
-        self.chunk_size = chunk_size
+        self.count = sum(self.counts)
         self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def draw_epoch(self, epoch: int) -> list[Chunk]:
@@ -136,6 +139,7 @@ class Window(NamedTuple):
     size: int
 
 
+@dataclass
 class StreamOrder:
     """Order of streams and windows: maps a position to its window, and a window to the blocks that
     hold its samples.
@@ -145,15 +149,14 @@ class StreamOrder:
     epochs, without end.
     """
 
-    def __init__(
-        self, blocks_of_shard: list[int], counts: list[int], seed: int, streams: int, window: int
-    ) -> None:
-        self.count = sum(counts)
-        self.seed = seed
-        self.blocks_of_shard = blocks_of_shard
-        self.counts = counts
-        self.streams = streams
-        self.window = window
+    blocks_of_shard: list[int]
+    counts: list[int]
+    seed: int
+    streams: int
+    window: int
+
+    def __post_init__(self) -> None:
+        self.count = sum(self.counts)
         self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def __reduce__(self) -> Any:
@@ -231,30 +234,27 @@ class RankPositions(NamedTuple):
     def global_batch(self) -> int:
         return self.world_size * self.batch_size
 
-    def find_streams(self) -> range | None:
-        """Returns the numbers of the streams that only this rank reads; None if every rank reads
-        every stream.
+    def find_streams(self) -> range:
+        """Returns the numbers of the streams that this rank reads: its own, or all of them if every
+        rank reads every stream.
 
         Each rank has its own streams if every global batch has equally many samples of each stream,
         and the number of streams is a multiple of the number of ranks.
         """
         if self.global_batch % self.streams or self.streams % self.world_size:
-            return None
+            return range(self.streams)
         per_rank = self.streams // self.world_size
         return range(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def find_positions(self, start: int, stream: int) -> range:
-        """Returns this rank's positions that lie in `stream`, in the global batch that begins at
-        position `start`.
+        """Returns this rank's positions that lie in `stream`, one of `find_streams`, in the global
+        batch that begins at position `start`.
 
         If every rank reads every stream, a rank has `batch_size` consecutive positions of the
         global batch; otherwise it has all positions of its own streams.
         """
-        rank_streams = self.find_streams()
         size = self.global_batch
-        if rank_streams is None:
+        if len(self.find_streams()) == self.streams:
             start += self.rank * self.batch_size
             size = self.batch_size
-        elif stream not in rank_streams:
-            return range(0)
         return range(start + (stream - start) % self.streams, start + size, self.streams)

@@ -17,9 +17,9 @@ from common.condition import EncodedText
 from common.errors import UserError
 from common.memory import GIB, count_host_bytes
 from common.workers import Prefetcher, Readers
-from data.blocks import BlockReader, OnCorrupt, add_skipped, append_captions, open_set
+from data.blocks import BlockReader, OnCorrupt, add_skipped, open_set
 from data.caption_blocks import read_captions
-from data.caption_table import CaptionTable, count_caption_bytes
+from data.caption_table import count_caption_bytes
 from data.loader import Batch, Int8Latents, LatentLoader, LatentTensors, LoaderArgs
 from data.manifest import Normalisation
 from data.order import Chunk, ChunkOrder, EpochOrder
@@ -53,17 +53,14 @@ class ChunkedSet:
     `order.chunk_size` samples, and a buffer of the same size for the next chunk.
 
     Samples come from one buffer while a thread fills the other buffer through pinned memory, on a
-    separate CUDA stream. A sample enters a buffer with the caption that is chosen for it, so
-    `captions`, the table of all captions, stays in host memory. The set adds the damaged blocks
+    separate CUDA stream. A sample enters a buffer with the caption that is chosen for it, so the
+    table of all captions, `train.captions`, stays in host memory. The set adds the damaged blocks
     that it skips to `skipped` (see `add_skipped`).
     """
 
     train: BlockReader
     held_out: BlockReader
     order: ChunkOrder
-    captions: CaptionTable | None
-    row_bytes: int
-    """Bytes of a sample with its caption."""
     device: torch.device
     skipped: dict[str, int]
     chunk: Chunk | None = None
@@ -75,7 +72,7 @@ class ChunkedSet:
         cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if cuda else None
         self.last_batch = torch.cuda.Event() if cuda else None
-        rows = (self.order.chunk_size, self.row_bytes)
+        rows = (self.order.chunk_size, self.train.joined_bytes)
         buffers = [
             (
                 torch.empty(rows, dtype=torch.uint8, device=self.device),
@@ -110,13 +107,8 @@ class ChunkedSet:
             for number in chunk.blocks:
                 if self.readers.closed.is_set():
                     return
-                block = append_captions(
-                    self.train.read_rows(number),
-                    self.train,
-                    self.captions,
-                    self.order.seed,
-                    chunk.epoch,
-                )
+                block = self.train.read_rows(number)
+                block = self.train.append_captions(block, self.order.seed, chunk.epoch)
                 self.copy(block, rows[first : first + len(block)])
                 first += len(block)
 
@@ -156,7 +148,7 @@ class ChunkedSet:
             parts.append(self.rows.index_select(0, ids))
             start += len(ids)
             count -= len(ids)
-        return self.train.unpack_rows(torch.cat(parts), self.captions)
+        return self.train.unpack_rows(torch.cat(parts))
 
     def take_held_out(self, size: int) -> Iterator[LatentTensors]:
         """Reads the held-out split once, in order; yields `size` samples at a time."""
@@ -272,14 +264,11 @@ class ResidentLatents(InMemoryLatents):
                 "time, or raise data.device_memory_gib."
             )
         else:
-            self.captions = read_captions(train, self.text, torch.device("cpu"))
-            row_bytes = sample_bytes + (self.captions.row_bytes if self.captions else 0)
-            chunk_size = min(train.count, int(allowed // (2 * row_bytes)))
+            self.captions = train.captions = read_captions(train, self.text)
+            chunk_size = min(train.count, int(allowed // (2 * train.joined_bytes)))
             plan = f"a chunk of {chunk_size} samples on the device, and the next one on its way"
             order = ChunkOrder(train.counts, self.seed, chunk_size)
-            self.samples = ChunkedSet(
-                train, held_out, order, self.captions, row_bytes, self.device, self.skipped
-            )
+            self.samples = ChunkedSet(train, held_out, order, self.device, self.skipped)
             self.held_out_count = held_out.count
 
         if self.rank == 0:

@@ -17,6 +17,7 @@ import re
 import tempfile
 import threading
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,11 +108,11 @@ def describe_failed_read(name: str, error: OSError) -> str:
     return f"{name} is missing{reason}"
 
 
+@dataclass
 class LocalSource(Source):
     """The files of a local folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def __str__(self) -> str:
         return str(self.folder)

@@ -26,9 +26,8 @@ from common.errors import UserError
 from common.memory import GIB
 from common.text import shorten_error
 from common.workers import Prefetcher, Readers, refuse_small_shared_memory
-from data.blocks import BlockReader, OnCorrupt, SkippedBlock, add_skipped, append_captions, open_set
+from data.blocks import BlockReader, OnCorrupt, SkippedBlock, add_skipped, open_set
 from data.caption_blocks import read_captions
-from data.caption_table import CaptionTable
 from data.loader import Batch, LatentLoader, LoaderArgs
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
@@ -92,12 +91,11 @@ class StreamDataset(IterableDataset):
     blocks: BlockReader
     rank_positions: RankPositions
     start: int
-    captions: CaptionTable | None = None
 
     def __iter__(self) -> Iterator[WorkerBatch | str]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        rank_streams = self.rank_positions.find_streams() or range(self.order.streams)
+        rank_streams = self.rank_positions.find_streams()
         readers = Readers(READERS_PER_WORKER, "reader")
         streams: Streams = {}
         start = self.start
@@ -131,13 +129,11 @@ class StreamDataset(IterableDataset):
         rows = torch.empty(0, dtype=torch.uint8)
         if parts:
             epoch = torch.tensor(wanted) // self.order.count
-            rows = append_captions(
-                torch.stack(parts), self.blocks, self.captions, self.order.seed, epoch
-            )
+            rows = self.blocks.append_captions(torch.stack(parts), self.order.seed, epoch)
         return rows, wanted, self.blocks.take_reports()
 
 
-def join_batches(loader: DataLoader, workers: int, pin_memory: bool) -> Generator[JoinedBatch]:
+def join_batches(loader: DataLoader, pin_memory: bool) -> Generator[JoinedBatch]:
     """Yields the batches, endlessly. Raises UserError with the reason if a worker fails.
 
     It must run in another thread than the main thread, because it starts the workers. If the main
@@ -147,7 +143,7 @@ def join_batches(loader: DataLoader, workers: int, pin_memory: bool) -> Generato
     items = iter(loader)
     try:
         while True:
-            worker_batches = [next(items) for _ in range(workers)]
+            worker_batches = [next(items) for _ in range(max(1, loader.num_workers))]
             for item in worker_batches:
                 if isinstance(item, str):
                     raise UserError(item)
@@ -233,7 +229,7 @@ class StreamedLatents(LatentLoader):
         self.blocks = train
         self.held_out_blocks = held_out
         self.held_out_count = held_out.count
-        self.captions = read_captions(train, self.text, torch.device("cpu"))
+        self.captions = train.captions = read_captions(train, self.text)
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
@@ -263,7 +259,7 @@ class StreamedLatents(LatentLoader):
         if self.rank:
             return
 
-        windows = len(self.rank_positions.find_streams() or range(streams)) * stream_bytes
+        windows = len(self.rank_positions.find_streams()) * stream_bytes
         reading = (
             max(1, self.num_workers)
             * READERS_PER_WORKER
@@ -286,20 +282,17 @@ class StreamedLatents(LatentLoader):
         of the joined batches."""
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
-            row_bytes = self.blocks.row_bytes + (self.captions.row_bytes if self.captions else 0)
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                self.batch_size * row_bytes,
+                self.batch_size * self.blocks.joined_bytes,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 
         # Pass a `generator`: without one, the DataLoader draws a seed from PyTorch's global
         # generator, which changes the random numbers of the run.
         loader = DataLoader(
-            StreamDataset(
-                self.order, self.blocks, self.rank_positions, self.samples_seen, self.captions
-            ),
+            StreamDataset(self.order, self.blocks, self.rank_positions, self.samples_seen),
             batch_size=None,
             num_workers=self.num_workers,
             prefetch_factor=prefetch,
@@ -307,7 +300,7 @@ class StreamedLatents(LatentLoader):
         )
 
         feeder = Readers(1, "feeder")
-        batches = join_batches(loader, max(1, self.num_workers), self.pin_memory)
+        batches = join_batches(loader, self.pin_memory)
         self.stop = weakref.finalize(self, end_reading, feeder, batches)
         self.batches = Prefetcher(batches, feeder)
         return self.batches
@@ -335,7 +328,7 @@ class StreamedLatents(LatentLoader):
         add_skipped(self.skipped, reports)
         rows = rows.to(self.device, non_blocking=True)
         position = position.to(self.device, non_blocking=True)
-        samples, text = self.blocks.unpack_rows(rows, self.captions)
+        samples, text = self.blocks.unpack_rows(rows)
         return self.make_batch(samples, position, text)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:

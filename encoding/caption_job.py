@@ -7,10 +7,10 @@ it depends only on the captions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from common.condition import TextEncoder
 from common.config.build import build
+from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.files import hash_content
 from common.output import Progress
@@ -39,47 +40,45 @@ MEAN_CAPTIONS = 1024
 """Number of captions over which the mean vector is computed; their order, by hashes, is random."""
 
 
-class TextSettings(NamedTuple):
-    """Settings say how captions are stored: the largest number of captions of an image, and of
-    tokens of a caption; the dtype of the tokens; and the sizes of shards, blocks and batches. The
-    last three say where a job of images found them."""
-
-    max_captions: int = 8
-    text_tokens: int = 64
-    text_dtype: str = "float16"
-    shard_size: int = 2048
-    block_size: int = 256
-    batch_size: int = 32
-    captions: str = ""
-    caption_lines: str | None = None
-    captions_missing: str | None = None
+TEXT_SETTINGS = (
+    "max_captions",
+    "text_tokens",
+    "text_dtype",
+    "shard_size",
+    "block_size",
+    "batch_size",
+    "captions",
+    "caption_lines",
+    "captions_missing",
+)
+"""Keys of the configuration that say how captions are stored, and where a job of images found
+them."""
 
 
 class CaptionJob:
     """Encodes the captions of a latent set on `device`, except those in the table `earlier`, if
-    that is of the same encoder. `captions` has those of each image, `node` is the text encoder's
-    configuration. Raises UserError if no image has a caption."""
+    that is of the same encoder. `captions` has those of each image; `cfg` says which encoder, and
+    by its keys `TEXT_SETTINGS` how captions are stored. Raises UserError if no image has a
+    caption."""
 
     def __init__(
         self,
         captions: Sequence[Sequence[str]],
-        node: Mapping[str, Any],
-        settings: TextSettings,
+        cfg: PrecomputeConfig,
         device: torch.device,
         earlier: CaptionTable | None = None,
     ) -> None:
-        encoder: TextEncoder = build(node, "text_encoder", kind=TextEncoder).to(device)
+        encoder: TextEncoder = build(cfg.text_encoder, "text_encoder", kind=TextEncoder).to(device)
         self.encoder = encoder
-        self.settings = settings
+        self.cfg = cfg
         self.settings_of_content = {
             "text_encoder": encoder.weights_sha256,
             "captions_sha256": hash_content(captions),
-            **settings._asdict(),
+            **{key: vars(cfg)[key] for key in TEXT_SETTINGS},
         }
         """Settings that determine the content of the shards, by name, for job.json."""
         self.captions = captions
-        self.uncaptioned = sum(not own for own in captions)
-        used = [own[: settings.max_captions] for own in captions]
+        used = [own[: cfg.max_captions] for own in captions]
         texts = {text for own in used for text in own}
         if not texts:
             raise UserError(
@@ -91,24 +90,24 @@ class CaptionJob:
         self.index = {text: number for number, text in enumerate(self.texts)}
 
         self.lengths = encoder.count_tokens(self.texts)
-        self.max_tokens = min(max(self.lengths), encoder.max_length, settings.text_tokens)
+        self.max_tokens = min(max(self.lengths), encoder.max_length, cfg.text_tokens)
         self.earlier = earlier
         self.known: dict[str, int] = {}
         """Caption -> its row in the table `earlier`."""
         if earlier and earlier.spec.encoder_sha256 == encoder.weights_sha256:
             self.known = {text: row for row, text in enumerate(earlier.texts)}
-        self.spec = self.make_spec(node, max(map(len, used)))
-        shards = range(-(-len(self.texts) // settings.shard_size))
+        self.spec = self.make_spec(max(map(len, used)))
+        shards = range(-(-len(self.texts) // cfg.shard_size))
         self.shards = [f"captions-{number:05d}.tar" for number in shards]
 
-    def make_spec(self, node: Mapping[str, Any], per_image: int) -> TextSpec:
+    def make_spec(self, per_image: int) -> TextSpec:
         """Describes the captions, of which an image has at most `per_image`."""
         encoder = self.encoder
         empty = encoder.encode([""], self.max_tokens)
         some = self.encode(self.texts[:MEAN_CAPTIONS])["pooled"]
-        dtype: Any = self.settings.text_dtype
+        dtype: Any = self.cfg.text_dtype
         return TextSpec(
-            encoder=locate_encoder(node, encoder.revision),
+            encoder=locate_encoder(self.cfg.text_encoder, encoder.revision),
             encoder_sha256=encoder.weights_sha256,
             width=encoder.width,
             max_tokens=self.max_tokens,
@@ -132,7 +131,7 @@ class CaptionJob:
         text += f"; {len(self.known.keys() & self.index.keys())} copied" if self.known else ""
 
         # Note how many captions have more tokens than are kept, and than the encoder reads.
-        kept = self.settings.text_tokens
+        kept = self.cfg.text_tokens
         limits = {self.encoder.max_length: "the encoder reads"}
         if 0 < kept < self.encoder.max_length:
             limits[kept] = "text_tokens keeps"
@@ -143,8 +142,9 @@ class CaptionJob:
                     f"\n  note: {len(longer)} of {len(self.lengths) - 1} captions are longer than "
                     f"the {limit} tokens that {what} (median of these: {median(longer):.0f})"
                 )
-        if self.uncaptioned:
-            text += f"\n  note: {self.uncaptioned} images have no caption, and get the empty one"
+        uncaptioned = sum(not own for own in self.captions)
+        if uncaptioned:
+            text += f"\n  note: {uncaptioned} images have no caption, and get the empty one"
         return text
 
     def number_captions(self, captions: Sequence[Sequence[str]]) -> Tensor:
@@ -153,19 +153,11 @@ class CaptionJob:
         rows = [[self.index[text] for text in own[:most]] for own in captions]
         return torch.tensor([row + [-1] * (most - len(row)) for row in rows], dtype=torch.int32)
 
-    def add_numbers(self, chunks: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """Yields chunks of samples, in the order of the captions, with the captions' numbers."""
-        start = 0
-        for chunk in chunks:
-            end = start + len(chunk["labels"])
-            yield chunk | {"captions": self.number_captions(self.captions[start:end])}
-            start = end
-
     def run(self, out: Path, part: Part = WHOLE) -> list[Shard]:
         """Writes each unfinished shard of captions of this part, and its sidecar; returns the
         shards that it has written."""
-        shard_size = self.settings.shard_size
-        block_size = self.settings.block_size
+        shard_size = self.cfg.shard_size
+        block_size = self.cfg.block_size
         shards = part.select(list(enumerate(self.shards)))
         todo = [(number, name) for number, name in shards if read_finished(out, name) is None]
         progress = Progress(len(todo), part.name_unit("shards of captions"))
@@ -197,14 +189,14 @@ class CaptionJob:
             known = [self.known[text] for text in texts if text in self.known]
             parts.append(self.earlier.columns.select(torch.tensor(known)))
         if new:
-            parts.append(self.encoder.encode(new, self.max_tokens, self.settings.batch_size))
+            parts.append(self.encoder.encode(new, self.max_tokens, self.cfg.batch_size))
 
         # Join the rows, first the copied and then the new ones, and restore the order of `texts`.
         order = torch.tensor([text not in self.known for text in texts]).int()
         order = order.argsort(stable=True).argsort()
         stored = []
         for text in parts:
-            tokens = quantise(text.tokens, getattr(torch, self.settings.text_dtype))
+            tokens = quantise(text.tokens, getattr(torch, self.cfg.text_dtype))
             tokens = pad(tokens, (0, 0, 0, self.max_tokens - tokens.shape[1]))  # below 0 it cuts
             stored.append({"pooled": text.pooled, "tokens": tokens, "lengths": text.lengths.int()})
         columns = {n: torch.cat([part[n].cpu() for part in stored])[order] for n in stored[0]}

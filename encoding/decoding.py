@@ -94,11 +94,12 @@ def collate(items: list[tuple[str, DecodedItem]]) -> Decoded:
 
 
 def make_decoding_loader(
-    images: DecodedImages, batches: list[list[int]], workers: int
+    images: DecodedImages, sizes: int | list[int], workers: int
 ) -> DataLoader[Decoded]:
-    """Makes a loader that yields these `batches`, given as indices into `images`; `workers`
-    processes decode ahead (0: the calling process decodes). Raises UserError if shared memory is
-    too small."""
+    """Makes a loader that yields all `images` in order, in batches of these `sizes`, or all of one
+    size; `workers` processes decode ahead (0: the calling process decodes). Raises UserError if
+    shared memory is too small."""
+    batches = [batch.tolist() for batch in torch.arange(len(images)).split(sizes)]
     if workers:
         batch_bytes = max(map(len, batches), default=0) * 3 * images.side**2
         refuse_small_shared_memory(

@@ -157,9 +157,8 @@ class ShardEncoder:
         dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
         if self.earlier is not None:
             dataset.known = self.earlier.images
-        indices = iter(range(len(dataset)))
-        index_batches = [list(islice(indices, len(batch))) for batch in batches]
-        loader = make_decoding_loader(dataset, index_batches, self.cfg.num_workers)
+        sizes = [len(batch) for batch in batches]
+        loader = make_decoding_loader(dataset, sizes, self.cfg.num_workers)
         decoded_batches = zip(batches, loader, strict=True)
 
         progress = Progress(images, plan.part.name_unit("images"), initial=done)

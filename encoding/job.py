@@ -43,7 +43,7 @@ from common.files import (
 from data.caption_table import CaptionTable
 from data.manifest import Manifest, Shard
 from data.spec import TextSpec
-from encoding.caption_job import CaptionJob, TextSettings
+from encoding.caption_job import CaptionJob
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
 from models.autoencoders import locate_encoder
@@ -113,8 +113,7 @@ def plan_captions(
     """Plans to encode the captions of the plan's images by `cfg.text_encoder`, except those in the
     table `earlier`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    settings = TextSettings(*(vars(cfg)[name] for name in TextSettings._fields))
-    return CaptionJob(captions, cfg.text_encoder, settings, device, earlier)
+    return CaptionJob(captions, cfg, device, earlier)
 
 
 def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
@@ -197,12 +196,11 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
     """Writes `job` to job.json in the folder `out`. If the file is there, first compares the
     settings in it with those of `job`. Raises UserError if the folder belongs to another job, or
     if job.json cannot be read."""
-    file = out / JOB_FILE
     content = read_job(out)
     refuse_changes(f"out={out}", content, job, (job.keys() & content.keys()) - NOT_COMPARED)
     if content | job != content:
         content |= job
-        write_json(file, content | {"sha256": hash_content(content)})
+        write_json(out / JOB_FILE, content | {"sha256": hash_content(content)})
 
 
 def read_job(out: Path) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from common.files import refuse_changes
 from data.blocks import BlockReader
@@ -59,7 +59,7 @@ class EarlierSet:
         if any(self.job.get(key) != settings[key] for key in ("text_tokens", "text_dtype")):
             return None
         blocks = BlockReader(open_source(str(self.folder)), read_manifest(self.folder), "train")
-        return read_captions(blocks, "tokens", torch.device("cpu"))
+        return read_captions(blocks, "tokens")
 
     def load_block(self, shard: str, offset: int, size: int) -> dict[str, Tensor]:
         with (self.folder / shard).open("rb") as stream:
@@ -73,7 +73,7 @@ class EarlierSet:
             next(fresh) if place in decoded.places else self.read(digest)
             for place, digest in decoded.digests.items()
         ]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return default_collate(rows)
 
     def read(self, digest: str) -> dict[str, Tensor]:
         *block, row = self.images[digest]

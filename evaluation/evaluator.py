@@ -11,7 +11,6 @@ Letters: B images, H W their size, h w the size of their latents, C channels of 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from common.errors import UserError
 from common.files import find_cache_folder, hash_content, read_object, write_json
 from common.output import Progress
 from common.text import replace_non_finite
+from data.order import draw_permutation
 from data.spec import LatentSpec
 from encoding.decoding import DecodedImages, make_decoding_loader
 from encoding.images import RESIZE, read_with_retries
@@ -89,8 +89,7 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
         listed = list_images(path, "none").entries
     except ValueError as error:
         raise UserError(str(error).replace(f"source={path}", f"reference={folder}", 1)) from error
-    order = torch.randperm(len(listed), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
-    entries = [listed[i] for i in order]
+    entries = [listed[i] for i in draw_permutation(len(listed), 0).tolist()[:limit]]
 
     # Hash the bytes of all images, not only names and sizes: a file of the same name and size may
     # hold another image.
@@ -100,8 +99,8 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
 
     def read_batches(wanted: range) -> Images:
         dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
-        parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH_IMAGES)]
-        for batch in make_decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
+        workers = int(len(wanted) > BATCH_IMAGES)
+        for batch in make_decoding_loader(dataset, BATCH_IMAGES, workers):
             for reason in batch.reasons:
                 print(f"reference={folder}: {reason}; it is left out")
             if batch.unread:
@@ -187,8 +186,7 @@ class Evaluator:
         blank = torch.zeros(1, *spec.shape, device=device)
         with torch.no_grad():
             example = autoencoder.decode(blank)
-        spaces = build_features(cfg, autoencoder, example)
-        self.spaces = {name: space.to(device) for name, space in spaces.items()}
+        self.spaces = build_features(cfg, autoencoder, example)
 
         # Use the folder `cfg.reference` as reference if it is set, else the run's training set.
         name = "the training set" if cfg.reference is None else f"reference={cfg.reference}"
@@ -337,7 +335,7 @@ class TrainingDistances:
 
         # Encode the protocol as JSON and decode it, because JSON turns tuples into lists: otherwise
         # equal settings could differ from those in the file.
-        protocol = json.loads(json.dumps(protocol))
+        protocol = replace_non_finite(protocol)
         if file.is_file():
             content = read_object(file)
             earlier = {key: content.get(key) for key in protocol}
@@ -356,7 +354,7 @@ class TrainingDistances:
                     "curve."
                 )
         floors = {name: compute_floor(stats) for name, stats in self.evaluator.reference.items()}
-        write_json(file, replace_non_finite(protocol | {"floors": floors}))
+        write_json(file, protocol | replace_non_finite({"floors": floors}))
 
     @CLOCK.count_as("evaluation")
     def __call__(self) -> dict[str, float]:

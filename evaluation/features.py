@@ -296,9 +296,10 @@ def build_features(
     cfg: FdConfig, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"]
 ) -> dict[str, Features]:
     """Builds the feature spaces that `cfg.features` names: built-in ones, or classes in packages
-    that the key `extensions` names. Returns a dict: name -> feature space.
+    that the key `extensions` names. Returns a dict: name -> feature space, on the device of
+    `example`, an image that the autoencoder decoded.
 
-    `example` is an image that the autoencoder decoded. Raises UserError if the list is empty, if a
+    Raises UserError if the list is empty, if a
     name in it is unknown or occurs twice, or if weights are missing or wrong.
     """
     builders: dict[str, Callable[[], Features]] = {
@@ -313,7 +314,8 @@ def build_features(
             f"features={cfg.features} must name one space or more, each once; choose from {known}."
         )
     return {
-        name: (builders.get(name) or import_feature_class(name, known))() for name in cfg.features
+        name: (builders.get(name) or import_feature_class(name, known))().to(example.device)
+        for name in cfg.features
     }
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.config.compose import parse_words, refuse_missing, report_user_errors
-from common.config.schema import Positive, refuse_unset, refuse_values
+from common.config.schema import Positive, PrecomputeConfig, refuse_unset, refuse_values
 from common.errors import UserError
 from common.text import split_lines
 from scripts.commands import find_encoder_node
@@ -161,7 +161,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     from common.environment import pick_device
     from common.files import rename
     from encoding.caption_files import read_caption_list
-    from encoding.caption_job import CaptionJob, TextSettings
+    from encoding.caption_job import CaptionJob
     from encoding.foreign import ForeignOptions, open_foreign
     from models.images import Autoencoder
 
@@ -197,8 +197,10 @@ def import_latents(cfg: ImportConfig) -> Path:
         if cfg.captions is not None:
             texts = read_caption_list(cfg.captions, foreign.total)
             caption_node = find_encoder_node("text_encoder", str(cfg.text_encoder))
-            settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
-            captions = CaptionJob(texts, caption_node, settings, pick_device(cfg.device))
+            settings = PrecomputeConfig(
+                text_encoder=caption_node, shard_size=cfg.shard_size, block_size=cfg.block_size
+            )
+            captions = CaptionJob(texts, settings, pick_device(cfg.device))
         manifest = write_set(cfg, foreign, autoencoder, node, unfinished, captions)
         manifest.write(unfinished)
         rename(unfinished, out)
@@ -223,6 +225,7 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
     are not finite floating-point numbers of the same shape as in the samples before.
     """
     import torch
+    from torch.utils.data import default_collate
 
     from encoding.foreign_values import convert_latents, parse_class_index
 
@@ -244,7 +247,7 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
                 0 if names == [] else parse_class_index(parts.get("labels"), limit, where)
             )
             tensors.append(sample)
-        yield {name: torch.stack([sample[name] for sample in tensors]) for name in tensors[0]}
+        yield default_collate(tensors)
 
 
 def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -328,7 +331,9 @@ def write_set(
     names = find_class_names(cfg)
     chunks = read_chunks(foreign, names)
     if captions is not None:
-        chunks = captions.add_numbers(chunks)
+        numbers = captions.number_captions(captions.captions).split(CHUNK_SAMPLES)
+        pairs = zip(chunks, numbers, strict=True)
+        chunks = (chunk | {"captions": part} for chunk, part in pairs)
     written, sums, labels, shape = write_shards(cfg, chunks, target, out)
     if captions is not None:
         written += captions.run(out)

@@ -53,8 +53,6 @@ def verify(cfg: VerifyConfig) -> list[str]:
         raise UserError("path is not set; say which latent set: path=<folder with manifest.json>.")
 
     refuse_no_set("path", cfg.path)
-    import torch
-
     from data.blocks import BlockReader, DamagedBlockError
     from data.caption_blocks import read_captions
     from data.manifest import read_manifest
@@ -66,9 +64,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
 
     # Check every block of captions, as a loader does.
     try:
-        if manifest.text is not None:
-            blocks = BlockReader(source, manifest, "train")
-            read_captions(blocks, "tokens", torch.device("cpu"))
+        read_captions(BlockReader(source, manifest, "train"), "tokens")
     except DamagedBlockError as error:
         problems.append(str(error).partition(";")[0])
 

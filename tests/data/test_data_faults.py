@@ -202,14 +202,13 @@ def test_small_shared_memory_is_refused(folder, monkeypatch):
     sentence = r"need {} MiB of /dev/shm, which has 0\.2 MiB free; .*--shm-size=1g"
     with expect_refusal(sentence.format(r"1\.0")):
         next(load("webdataset, 2 workers", folder))
-    images = DecodedImages([], 256)
-    batches = [list(range(16))]
+    images = DecodedImages([None] * 16, 256)
     with expect_refusal(r"that decode images " + sentence.format(r"19\.0")):
-        make_decoding_loader(images, batches, workers=2)
+        make_decoding_loader(images, [16], workers=2)
 
     # without workers no batch passes through shared memory
     next(load("webdataset", folder))
-    make_decoding_loader(images, batches, workers=0)
+    make_decoding_loader(images, [16], workers=0)
 
 
 @pytest.mark.fault(

@@ -2,12 +2,13 @@
 
 import torch
 
+from common.config.schema import PrecomputeConfig
 from data.blocks import BlockReader
 from data.caption_blocks import read_captions
 from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.source import open_source
-from encoding.caption_job import CaptionJob, TextSettings
+from encoding.caption_job import CaptionJob
 from tests.harness.sets import save_files, save_latent_set, save_random_set
 from tests.harness.words import CPU
 
@@ -30,7 +31,7 @@ UNSEEN = ["please draw the number {}", "a scan that shows {}", "{} written by ha
 def plan_captions(captions, encoder=WORDLLAMA, **settings):
     """A CaptionJob in small shards."""
     sizes = {"shard_size": 32, "block_size": 8} | settings
-    return CaptionJob(captions, encoder, TextSettings(**sizes), CPU)
+    return CaptionJob(captions, PrecomputeConfig(text_encoder=encoder, **sizes), CPU)
 
 
 def save_bert(folder):
@@ -87,6 +88,6 @@ def save_digits(folder, templates=TEMPLATES, count=None, captionless=None, **set
 def read_table(folder, level="tokens"):
     """The captions of a latent set, encoded."""
     manifest = read_manifest(folder)
-    table = read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
+    table = read_captions(BlockReader(open_source(folder), manifest, "train"), level)
     assert table is not None
     return table
