@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from accel.composite_optimizer import collect_state, is_fused, iterate_innermost, parameters_of
 from accel.evidence import Evidence
 from accel.sharding import add_up, get_world_size, to_local
-from accel.technique import AnyStep, Model, Observation, Technique, find_switches
+from accel.technique import AnyStep, Observation, Technique, find_switches
 
 MIN_NARROW_ELEMENTS = 4096
 """Number of elements of a parameter below which libraries of 8-bit and 4-bit optimizers keep its
@@ -164,7 +164,6 @@ class AdapterGradients(Technique):
     summary = "an adapter on frozen weights; counts the layers that it trains"
     off = "none"
     loss_rtol = 0.0
-    model: Any
     step: Any
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -175,10 +174,6 @@ class AdapterGradients(Technique):
         self.taken: list[Tensor] = []
         """For each step a flag on the device, true if the step changed the weights; fp16 skips
         steps whose gradients overflow."""
-
-    def on_model(self, model: Model) -> Model:
-        self.model = model
-        return model
 
     def on_step(self, step: AnyStep) -> AnyStep:
         self.step = step
