@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -67,7 +68,6 @@ class DataParallel(Technique):
         Saving({path: "fsdp", "parallel.cpu_offload": True}, "updates on the host", 85),
     )
     off = "none"
-    model: Any
     wrapped: Any
     # Several processes add up the gradients of a batch in another order than one process, so the
     # loss may differ from that of one process by this fraction.
@@ -120,7 +120,6 @@ class DataParallel(Technique):
         self.model = model
         if not self.shards:
             return model
-        from torch.distributed import fsdp
 
         # Let only autocast choose dtypes: FSDP must not cast a block's inputs, because one of them
         # is the residual stream, which stays fp32.
@@ -182,8 +181,6 @@ class DataParallel(Technique):
         """
         yield
         if self.shards:
-            from torch.distributed import fsdp
-
             for part in self.model.modules():
                 if isinstance(part, fsdp.FSDPModule):
                     part.reshard()
