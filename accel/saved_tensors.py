@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from accel.sharding import find_storages
+
 MIN_MOVED_BYTES = 2**20
 """Size in bytes below which a saved tensor stays on the device, because copying so small a tensor
 to the host costs more time than the memory is worth."""
@@ -51,8 +53,7 @@ class SavedCounter:
         # Look up the parameters' storages here, not in the constructor: FSDP2 gathers sharded
         # parameters only when the module runs.
         if not self.module_storages:
-            tensors = (*self.module.parameters(), *self.module.buffers())
-            self.module_storages.update(t.untyped_storage()._cdata for t in tensors)
+            self.module_storages = find_storages(self.module)
         storage = tensor.untyped_storage()
         if storage._cdata in self.module_storages:
             return
