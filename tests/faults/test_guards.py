@@ -53,7 +53,7 @@ def states(monkeypatch):
     def advance_and_copy(self, samples):
         advance(self, samples)
         pieces = {name: self.state_dict()[name] for name in ("model", "ema", "optimizer")}
-        tensors = [leaf for _, leaf in flatten(pieces) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in flatten(pieces).values() if isinstance(leaf, torch.Tensor)]
         copies.append([tensor.clone() for tensor in tensors])
 
     monkeypatch.setattr(TrainState, "advance", advance_and_copy)
