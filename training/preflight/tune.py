@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from omegaconf import OmegaConf
 
 from accel.ledger import AUTO, LedgerRow
 from accel.stack import AccelerationStack
@@ -158,14 +159,9 @@ def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
     """Returns the configuration with `changes` (keys of `runtime`, such as "parallel.mode", or
     accumulation_steps -> value) and with tuning off. Raises UserError if the new values contradict
     each other."""
-    runtime: dict[str, Any] = asdict(cfg.runtime) | {"tune": False}
+    runtime = OmegaConf.create(asdict(cfg.runtime) | {"tune": False})
     for key, value in changes.items():
-        *outer, last = key.split(".")
-        place = runtime
-        for name in outer:
-            place = place.setdefault(name, {})
-        place[last] = value
-
+        OmegaConf.update(runtime, key, value)
     steps = runtime.pop(STEPS_KEY, cfg.accumulation_steps)
     new = replace(cfg, accumulation_steps=steps, runtime=apply_schema(RuntimeConfig, runtime, []))
     new.check()
