@@ -36,16 +36,15 @@ class SavedCounter:
     large_unmoved: dict[int, int] = field(default_factory=dict)
     """Subset of `unmoved` whose saved tensors have `MIN_MOVED_BYTES` or more, and so are large
     enough to move to the host."""
+    caches: list[Any] = field(default_factory=list)
+    """Caches of selective checkpointing that were made while this counter was the innermost open
+    one. Selective checkpointing adds them here, because hooks on saved tensors do not see their
+    content."""
     cached_ops: set[str] = field(default_factory=set)
     """Names of operations whose results a cache of selective checkpointing holds."""
     module_storages: set[int] = field(default_factory=set)
     """Addresses of the storages of `module`'s parameters and buffers, which are not counted as
     saved."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all saved storages."""
-        return sum(self.storages.values())
 
     def note(self, tensor: Tensor, packed: Any) -> None:
         """Counts the storage of a saved tensor; `packed` is the object that autograd stores in
@@ -72,10 +71,6 @@ class SavedCounter:
 # that the innermost `move_saved` put into `MOVES`, then reports the tensor to every counter.
 MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
 COUNTERS: list[SavedCounter] = []
-CACHES: list[list[Any]] = []
-"""For each counter, the caches of selective checkpointing that were made while this counter was the
-innermost open one. Selective checkpointing adds its caches here, because hooks on saved tensors do
-not see their content."""
 
 
 def pack(tensor: Tensor) -> Any:
@@ -114,8 +109,6 @@ def count_saved(
     part is saved, such as one that a view uses in part.
     """
     counter = SavedCounter(module, counted_bytes)
-    caches: list[Any] = []
-    CACHES.append(caches)
     COUNTERS.append(counter)
     unpack = MOVES[-1][1] if MOVES else lambda packed: packed
     try:
@@ -123,8 +116,7 @@ def count_saved(
             yield counter
     finally:
         COUNTERS.pop()
-        CACHES.pop()
-    for cache in caches:
+    for cache in counter.caches:
         for op, results in cache.items():
             for tensor in [leaf.val for leaf in tree_leaves(results) if hasattr(leaf, "val")]:
                 counter.note(tensor, tensor)
