@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -188,10 +187,10 @@ class DataParallel(Technique):
     # What would still say "on" if this did nothing? The wrapper around the model: it may
     # communicate nothing. So count the collectives that reduce gradients in this mode.
     def observe(self, evidence: Evidence) -> Observation:
-        numbers: Counter[str] = Counter()
-        for name, n in evidence.ops.items():
-            for collective in COLLECTIVES:
-                numbers[collective] += n * (collective in name.lower().replace("_", ""))
+        numbers = {
+            key: sum(n for op, n in evidence.ops.items() if key in op.lower().replace("_", ""))
+            for key in COLLECTIVES
+        }
         counts = ", ".join(f"{n} {COLLECTIVES[key]}" for key, n in numbers.items() if n)
         note = f"{counts or 'no collectives'} in one step of {get_world_size()} processes"
         if not self.enabled:

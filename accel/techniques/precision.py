@@ -187,9 +187,7 @@ class Precision(Technique):
         if not weights and not (unseen and branches):
             return Observation(False, "no matrix product ran")
 
-        name = (
-            name_dtype(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
-        )
+        name = name_dtype((weights or branches).most_common(1)[0][0])
         in_dtype = sum(n for dtype, n in dtypes.items() if name_dtype(dtype) == name)
         intended = 0 if name == "fp32" or self.wide_weights else dtypes["float"] - weights["float"]
         note = f"{in_dtype} of {dtypes.total()} products in {name}"
