@@ -347,13 +347,6 @@ def observe_step(
     return evidence
 
 
-def observe_ops(run: Callable[[], object], device: torch.device = CPU) -> Counter[str]:
-    """Profiles one call of `run`; returns a mapping: name of an event on the host or the device ->
-    how often it ran."""
-    events = record_events(run, device)
-    return Counter(event.name() for event in (*select_host_events(events), *select_kernels(events)))
-
-
 def observe_kernels(run: Callable[[], object], device: torch.device) -> set[str]:
     """Returns the names of the kernels in one call of `run`, without copies and fills."""
     names = {kernel.name() for kernel in select_kernels(record_events(run, device))}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.composite_optimizer import MakeOptimizer
-from accel.evidence import observe_ops, observe_step
+from accel.evidence import observe_step
 from accel.ledger import AUTO, Ledger, LedgerRow
 from accel.sharding import get_world_size, is_true_on_any_rank
 from accel.technique import AnyStep, Model, Technique
@@ -292,7 +292,7 @@ class AccelerationStack:
             technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):
             self.run_until_it_works(run)
-            evidence.warm_ops = observe_ops(run, self.device)
+            evidence.warm_ops = observe_step(run, None, self.device).ops
 
         ledger = Ledger()
         for technique in self.techniques:
