@@ -40,8 +40,9 @@ class Saving(NamedTuple):
 
 
 class Step(Protocol):
-    """A step that techniques may wrap. `forward` is the forward pass of the model that runs: the
-    denoiser, or the encoder while it turns images into latents in advance."""
+    """A step that techniques may wrap. `forward` is the forward pass of the model that runs: in
+    training the denoiser with its heads (training/heads.py), in sampling the denoiser, and the
+    encoder while it turns images into latents in advance."""
 
     forward: Callable[..., Any]
 

@@ -31,14 +31,15 @@ from models.text import Conditioning, build_text_embedding
 class Denoiser(nn.Module):
     """A velocity model `v(x, t, y)` for latents of any size, with any mixer.
 
-    `channels`, `height`, `width` and `num_classes` describe the data; `dim`, `depth`, `head_dim`,
-    `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer;
-    if `mixer` has a parameter `layer`, it also gets the number of blocks before this one that have
-    the same kind of mixer. If `attention_every` is k > 0, `attention` builds the mixer of every
-    k-th block instead: a hybrid. With `mlp_ratio` 0 a block is the mixer alone (the Mamba recipe);
-    otherwise `mlp(dim, hidden)` follows the mixer, with a hidden width of about mlp_ratio · dim
-    (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by which t is multiplied
-    before its sinusoids) exist for weights that were trained elsewhere (scripts/import_weights.py).
+    `channels`, `height`, `width` and `num_classes`, the null label, describe the data; `dim`,
+    `depth`, `head_dim`, `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)`
+    builds one token mixer; if `mixer` has a parameter `layer`, it also gets the number of blocks
+    before this one that have the same kind of mixer. If `attention_every` is k > 0, `attention`
+    builds the mixer of every k-th block instead: a hybrid. With `mlp_ratio` 0 a block is the mixer
+    alone (the Mamba recipe); otherwise `mlp(dim, hidden)` follows the mixer, with a hidden width of
+    about mlp_ratio · dim (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by
+    which t is multiplied before its sinusoids) exist for weights that were trained elsewhere
+    (scripts/import_weights.py).
 
     `conditioning` is "class", "text" or "class_and_text"; `text`, a dict, describes the texts
     (models/text.py). With `text_tokens` the layers of attention also attend to their tokens. A
@@ -50,7 +51,10 @@ class Denoiser(nn.Module):
 
     Training expects of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList of modules with
     the arguments and results of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path`
-    (0.0 for none), `init_weights()`, `flops_per_sample()` and `no_weight_decay()`.
+    (0.0 for none), `init_weights()`, `flops_per_sample()` and `no_weight_decay()`. Its constructor
+    gets `channels`, `height`, `width`, `num_classes` and, if its configuration has a `conditioning`
+    other than "class", `text`. Then y is a `Condition` (common/condition.py), or labels alone for
+    the empty text, which must also replace the text of a sample with the null label.
 
     Conventions: x = (1-t)·z + t·ε and v = ε - z, with the clean latent z and the noise ε, so t = 1
     is noise. Labels y are int64; the label `num_classes` is the null label, no class.
@@ -169,7 +173,8 @@ class Denoiser(nn.Module):
         taps = [] if internal_guidance is None else [self.internal_block]
         velocity, streams, embedded = self.run_blocks(x, t, y, drop_uniforms, taps)
         if internal_guidance is not None:
-            inner = self.estimate_velocity(streams[self.internal_block], embedded).float()
+            stream = streams[self.internal_block]
+            inner = self.estimate_velocity(stream, embedded, x, t).float()
             velocity = inner + internal_guidance * (velocity.float() - inner)
         return velocity
 
@@ -214,17 +219,21 @@ class Denoiser(nn.Module):
         final = cast("Block", self.blocks[-1])
         scale, shift = last.unbind(1)
         h, _ = final.normalise(branch, gate, residual, scale, shift, len(final.layers))
-        return self.read_velocity(self.head(h)), streams, embedded
+        return self.read_velocity(self.head(h), x, t), streams, embedded
 
     def estimate_velocity(
-        self, stream: Float[Tensor, "B L D"], embedded: Float[Tensor, "B D"]
+        self, stream: Float[Tensor, "B L D"], embedded: Float[Tensor, "B D"], x: Tensor, t: Tensor
     ) -> Float[Tensor, "B C H W"]:
-        """Computes the internal head's velocity from the stream after block `internal_block` and
-        the embedding of time and condition."""
-        return self.read_velocity(cast("InternalHead", self.internal)(stream, embedded))
+        """Computes the internal head's velocity at (x, t) from the stream after block
+        `internal_block` and the embedding of time and condition."""
+        return self.read_velocity(cast("InternalHead", self.internal)(stream, embedded), x, t)
 
-    def read_velocity(self, patches: Float[Tensor, "B L E"]) -> Float[Tensor, "B C H W"]:
-        """Computes the velocity from what a head returns: the head predicts the velocity."""
+    def read_velocity(
+        self, patches: Float[Tensor, "B L E"], x: Tensor, t: Tensor
+    ) -> Float[Tensor, "B C H W"]:
+        """Computes the velocity at (x, t) from what a head returns. Here heads predict the velocity
+        itself; a subclass whose heads predict something else, such as the clean latent, overrides
+        this method."""
         return self.unpatchify(patches)
 
     def embed_condition(

@@ -73,7 +73,7 @@ class ModelWithHeads(nn.Module):
         outputs = {}
         for name, block in self.taps.items():
             if name == "internal":
-                outputs[name] = model.estimate_velocity(streams[block], embedded)
+                outputs[name] = model.estimate_velocity(streams[block], embedded, x, t)
             else:
                 patches = self.aux_heads[name](streams[block], embedded)
                 outputs[name] = model.unpatchify(patches)

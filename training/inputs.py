@@ -67,7 +67,7 @@ def prove_kernels(
     """Tests and times the fused kernels that the stack requests on micro-batches of `samples`
     samples. Returns the chosen kernels and their measurements, which the run writes to kernels.json
     in its folder."""
-    device = model.pos_embed.device
+    device = next(model.parameters()).device
     latents = torch.zeros(2, *spec.shape, device=device)
     t = torch.full((2,), 0.5, device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)

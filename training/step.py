@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +150,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         self.phase = "the pause between two steps"
         output = StepOutput(losses, norm, (~taken).float() - backed_off, backed_off)
-        return tree_map(lambda scalar: scalar.to(output.loss.device), output)
+        return tree_map(partial(Tensor.to, device=losses["loss"].device), output)
 
     def measure_norm(self) -> Tensor:
         """Returns the norm of the gradients, which leaves out those of `list_unclipped`; NaN if one
@@ -190,5 +190,5 @@ class TrainStep:
             self.optimizer.found_inf = replicate_like((~taken).float(), grads)  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
         elif bool(taken):
-            torch._foreach_div_([to_local(g) for g in grads], divisor)
+            torch._foreach_div_(list(map(to_local, grads)), divisor)
             self.optimizer.step()

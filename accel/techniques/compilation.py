@@ -1,10 +1,10 @@
 """Compiles with torch.compile in place, without changing state-dict keys.
 
 `compile_scope`: "blocks" compiles block by block, so one or two graphs serve all blocks and compile
-time does not grow with depth; "model" compiles the denoiser as one graph. `compile_mode` is the
-mode of `torch.compile`: "default"; "max-autotune-no-cudagraphs" tries more kernels for longer;
-"reduce-overhead" uses Inductor's own CUDA graphs, for the whole model and one accumulation step
-only (the configuration refuses all other cases; `cuda_graph` has no such limits).
+time does not grow with depth; "model" compiles the denoiser with its heads as one graph.
+`compile_mode` is the mode of `torch.compile`: "default"; "max-autotune-no-cudagraphs" tries more
+kernels for longer; "reduce-overhead" uses Inductor's own CUDA graphs, for the whole model and one
+accumulation step only (the configuration refuses all other cases; `cuda_graph` has no such limits).
 
 Compiling costs seconds to minutes in warm-up; reports show this time apart from training time.
 docs/benchmarks/h100.md has its speed. `torch.compile` is lazy, so an error of the compiler appears

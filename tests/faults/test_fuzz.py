@@ -185,7 +185,7 @@ def run_command(words):
     with (
         patch.object(sys, "argv", ["train.py", *words]),
         patch.dict(os.environ, HYDRA_MAIN_MODULE="__main__"),
-        patch("train.train", lambda composed: assemble(composed.cfg, CPU)),
+        patch("train.train", lambda composed, began: assemble(composed.cfg, CPU)),
     ):
         run_app(train.main)
 

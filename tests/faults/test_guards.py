@@ -12,8 +12,8 @@ from common.trees import flatten
 from data.digits import DigitLatents
 from tests.harness.outcomes import are_equal, list_checkpoints, read_columns, read_lines
 from tests.harness.refusals import expect_refusal
+from training.assemble import Training
 from training.optim.spikes import SpikeGuard
-from training.state import TrainState
 from training.step import TrainStep
 
 TWENTY_STEPS = ["total_samples=160", "runtime=eager", "log_every=1", "save_every=5"]
@@ -47,16 +47,17 @@ def change_losses(monkeypatch, change):
 @pytest.fixture
 def states(monkeypatch):
     """Weights, averages and moments after each step."""
-    advance = TrainState.advance
+    take_step = Training.take_step
     copies = []
 
-    def advance_and_copy(self, samples):
-        advance(self, samples)
-        pieces = {name: self.state_dict()[name] for name in ("model", "ema", "optimizer")}
+    def step_and_copy(training):
+        take_step(training)
+        state = training.state.state_dict()
+        pieces = {name: state[name] for name in ("model", "ema", "optimizer")}
         tensors = [leaf for leaf in flatten(pieces).values() if isinstance(leaf, torch.Tensor)]
         copies.append([tensor.clone() for tensor in tensors])
 
-    monkeypatch.setattr(TrainState, "advance", advance_and_copy)
+    monkeypatch.setattr(Training, "take_step", step_and_copy)
     return copies
 
 

@@ -28,11 +28,11 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.words import TINY_RUN, slow
 from tests.harness.zygote import HANG
 from train import train
+from training.assemble import Training
 from training.checkpoint import save
 from training.checkpoint.files import DTYPE_NAMES, write_tensors
 from training.checkpoint.load import hash_from_disk
 from training.checkpoint.save import Checkpoints, Save
-from training.state import TrainState
 
 BACKGROUND = pytest.mark.parametrize("background", [True, slow(False)])
 
@@ -286,15 +286,15 @@ def test_a_disk_that_hangs_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_a_save_that_failed_is_heard_of_at_the_next_step(tmp_path, monkeypatch):
-    advance = TrainState.advance
+    take_step = Training.take_step
 
-    def advance_after_saves(self, samples):
+    def step_after_saves(training):
         for thread in threading.enumerate():
             if thread.name.startswith("checkpoint-"):
                 thread.join(HANG)
-        advance(self, samples)
+        take_step(training)
 
-    monkeypatch.setattr(TrainState, "advance", advance_after_saves)
+    monkeypatch.setattr(Training, "take_step", step_after_saves)
     monkeypatch.setattr(Save, "write_files", refuse_space)
     with expect_refusal("step-5 cannot be saved"):
         start_run(tmp_path, "save_every=5", "log_every=1", "eval_every=0")

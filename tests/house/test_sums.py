@@ -2,18 +2,13 @@
 differences."""
 
 import math
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from common.distributed.ranks import SINGLE
 from encoding.shards import ChannelSums, compute_channel_statistics
 from evaluation.distances import Moments, frechet_distance
-from training.evaluate import evaluate
-from training.objective import Losses
 from training.optim.ema import EMA
 from training.optim.spikes import SpikeGuard
 from training.records.metrics import Meter, StepOutput
@@ -86,34 +81,6 @@ def test_averages_of_many_steps(half_life, bound):
     shares[0] /= weight
     error = relative_error(ema.averages[0], shares @ walk.double())
     assert error < min(bound, 2.0**-24 / weight)
-
-
-def test_the_mean_of_held_out_losses():
-    """1e-14 over 50,000 samples whose losses scarcely differ."""
-    losses = draw_normal(50_000, mean=0.53, std=1e-4).float()
-    t = torch.linspace(0.0, 0.999, 50_000)
-    loader = SimpleNamespace(
-        held_out=lambda size: (
-            SimpleNamespace(position=part) for part in torch.arange(50_000).split(size)
-        ),
-        held_out_count=50_000,
-    )
-    metrics = evaluate(
-        SimpleNamespace(
-            ranks=SINGLE,
-            micro_batch=256,
-            loader=loader,
-            state=SimpleNamespace(use_averages=nullcontext),
-            step=SimpleNamespace(
-                compute_losses=lambda batch, held_out: Losses(
-                    losses[batch.position], t[batch.position]
-                )
-            ),
-        )
-    )
-    assert relative_error(metrics["eval_loss"], exact_mean(losses)) < 1e-14
-    last = exact_mean(losses[t >= 0.75])
-    assert relative_error(metrics["eval_loss_t0.75_1.00"], last) < 1e-14
 
 
 def test_mean_and_std_of_latents():

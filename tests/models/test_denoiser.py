@@ -10,10 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel.kernels.ssd import definition
 from common.config.build import build
 from common.config.compose import compose
+from models.denoiser import Denoiser
 from models.layers import Layer, sincos_positions
 from models.mixers.attention import Attention
 from models.mixers.selective_scan import SelectiveScan
-from tests.harness.denoisers import FAMILIES, LATENTS, fill_zero_layers, make_denoiser, make_inputs
+from tests.harness.denoisers import (
+    FAMILIES,
+    LATENTS,
+    SIZES,
+    fill_zero_layers,
+    make_denoiser,
+    make_inputs,
+)
 from tests.harness.refusals import expect_refusal
 from training.heads import ModelWithHeads
 from training.objective import LatentHead
@@ -137,6 +145,21 @@ def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
     with torch.autocast("cpu", torch.bfloat16):
         network.train()(*inputs)
     assert all(head.stream.dtype == torch.float32 for head in heads.values())
+
+
+class CleanLatents(Denoiser):
+    def read_velocity(self, patches, x, t):
+        return (x - super().read_velocity(patches, x, t)) / t.view(-1, 1, 1, 1)
+
+
+def test_heads_may_predict_the_clean_latent():
+    """The flow is x = z + t·v, and internal guidance is linear."""
+    plain = fill_zero_layers(make_denoiser("conv", internal_block=1))
+    clean = CleanLatents(**SIZES | FAMILIES["conv"], internal_block=1)
+    clean.load_state_dict(plain.state_dict())
+    x, t, y = make_inputs(plain)
+    z, v = (model(x, t, y, internal_guidance=2.0) for model in (plain, clean))
+    torch.testing.assert_close(z + t.view(-1, 1, 1, 1) * v, x)
 
 
 @pytest.mark.parametrize("family", PARAMETERS)

@@ -11,15 +11,19 @@ from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.condition import Condition
 from common.config.compose import compose
 from data.loader import Batch
+from models.denoiser import Denoiser
 from models.sampler import shift_times
 from sampling.load import load_run
 from tests.harness.batches import select
+from tests.harness.denoisers import FAMILIES, SIZES
 from tests.harness.outcomes import are_equal
 from tests.harness.planted_objectives import EXTRA_TERM
+from tests.harness.refusals import expect_refusal
 from tests.harness.steps import assemble_run, compose_words, tiny_training
 from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training.evaluate import evaluate
+from training.heads import ModelWithHeads
 from training.objective import FlowMatching, LatentHead, compute_held_out_times
 
 
@@ -148,6 +152,26 @@ def test_the_latent_is_estimated_from_an_early_block_and_the_velocity_by_an_inte
     held_out = evaluate(training)
     training.state.network.taps.clear()
     assert evaluate(training) == held_out
+
+
+class OwnForward(Denoiser):
+    def forward(self, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * super().forward(*inputs)
+
+
+def test_heads_need_the_forward_pass_of_a_denoiser():
+    """They would go past another one."""
+    sentence = "needs the forward pass of models.denoiser.Denoiser, and OwnForward has its own"
+    with expect_refusal(f"model.internal_block {sentence}"):
+        ModelWithHeads(OwnForward(**SIZES | FAMILIES["conv"], internal_block=1))
+    network = ModelWithHeads(OwnForward(**SIZES | FAMILIES["conv"]))
+    with expect_refusal(f"objective.align_weight=1.0 {sentence}"):
+        FlowMatching(align_weight=1.0).attach_heads(network)
+
+
+def test_what_is_no_objective_is_refused():
+    with expect_refusal("LatentHead is no Objective, which objective must be"):
+        tiny_training("mamba", "objective._target_=training.objective.LatentHead")
 
 
 def test_a_model_starts_the_same_with_and_without_the_head():

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.harness.outcomes import read_columns
-from training.state import TrainState
+from training.assemble import Training
 
 STEPS = ["runtime=eager", "log_every=1", "save_every=4"]
 
@@ -15,15 +15,15 @@ def crash(run, monkeypatch):
     """`crash("key=value", …)` ends a run after its sixth step, and runs the same command again."""
 
     def start(*words):
-        advance = TrainState.advance
+        take_step = Training.take_step
 
-        def stop(state, samples):
-            advance(state, samples)
-            if state.step == 7:
+        def stop(training):
+            take_step(training)
+            if training.state.step == 7:
                 sys.exit(9)
 
         with monkeypatch.context() as patch:
-            patch.setattr(TrainState, "advance", stop)
+            patch.setattr(Training, "take_step", stop)
             with pytest.raises(SystemExit):
                 run(*STEPS, "total_samples=80", *words)
         return run(*STEPS, "total_samples=80", *words)

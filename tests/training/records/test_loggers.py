@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.harness.outcomes import read_columns
+from training.assemble import Training
 from training.records.loggers import NoLogger
-from training.state import TrainState
 
 TWENTY_STEPS = ["total_samples=160", "runtime=eager", "log_every=1"]
 
@@ -23,7 +23,7 @@ def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(run, 
         NoLogger, "start", lambda self, folder, config, samples: facts.update(config)
     )
     monkeypatch.setattr(NoLogger, "finish", lambda self, summary: facts.update(summary))
-    monkeypatch.setattr(TrainState, "advance", lambda self, samples: sys.exit(75))
+    monkeypatch.setattr(Training, "take_step", lambda self: sys.exit(75))
     with pytest.raises(SystemExit):
         run()
     assert facts["hardware"]
