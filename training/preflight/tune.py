@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from omegaconf import OmegaConf
 
 from accel.ledger import AUTO, LedgerRow
 from accel.stack import AccelerationStack
@@ -159,9 +158,14 @@ def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
     """Returns the configuration with `changes` (keys of `runtime`, such as "parallel.mode", or
     accumulation_steps -> value) and with tuning off. Raises UserError if the new values contradict
     each other."""
-    runtime = OmegaConf.create(asdict(cfg.runtime) | {"tune": False})
+    runtime: dict[str, Any] = asdict(cfg.runtime) | {"tune": False}
     for key, value in changes.items():
-        OmegaConf.update(runtime, key, value)
+        *outer, last = key.split(".")
+        place = runtime
+        for name in outer:
+            place = place.setdefault(name, {})
+        place[last] = value
+
     steps = runtime.pop(STEPS_KEY, cfg.accumulation_steps)
     new = replace(cfg, accumulation_steps=steps, runtime=apply_schema(RuntimeConfig, runtime, []))
     new.check()
