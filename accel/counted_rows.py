@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from accel.composite_optimizer import collect_state, is_fused, iterate_innermost, parameters_of
 from accel.evidence import Evidence
 from accel.sharding import add_up, get_world_size, to_local
-from accel.technique import AnyStep, Model, Observation, Technique, find_switches
+from accel.technique import AnyStep, Observation, Technique, find_switches
 
 MIN_NARROW_ELEMENTS = 4096
 """Number of elements of a parameter below which libraries of 8-bit and 4-bit optimizers keep its
@@ -30,41 +30,6 @@ moments in fp32."""
 BYTES_PER_ELEMENT = {"fp32": 8.0, "momentum": 4.0, "8bit": 2.0, "fp8": 2.0, "4bit": 1.0}
 """Form of a state -> its bytes per element of a parameter; next to none for the other forms."""
 NARROW_DTYPES = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
-
-
-class Promise(NamedTuple):
-    """The form in which an optimizer class promises to keep its state, such as "8bit" (the top of
-    this file lists the forms), and the parameters for which the promise holds."""
-
-    form: str
-    block: int = 1
-    """Number of elements of a moment that the library quantises as one block; the promise holds
-    only for parameters whose number of elements is a multiple of this number."""
-    needs_matrices: bool = False
-    """If true, the promise holds only for parameters with matrices that Muon orthogonalises; those
-    have a momentum."""
-
-    def holds_for(self, parameter: Tensor, state: Mapping[str, Any]) -> bool:
-        """Returns whether the optimizer promises to keep `state`, the state of `parameter`, in
-        `self.form`: not, for example, 8-bit state for small parameters, or factored moments for
-        vectors."""
-        if self.form in ("8bit", "4bit", "fp8"):
-            return parameter.numel() >= MIN_NARROW_ELEMENTS and parameter.numel() % self.block == 0
-        if self.form == "factored":
-            return parameter.ndim > 1
-        return "momentum" in state or not self.needs_matrices
-
-
-def find_promise(kind: type, momentum: float = 0.0) -> Promise:
-    """Returns the form in which the optimizer class `kind` promises to keep its state. `momentum`
-    is SGD's option: if it is 0, SGD keeps no state."""
-    if kind is torch.optim.SGD:
-        return Promise("momentum" if momentum else "none")
-    if kind is torch.optim.Adafactor:
-        return Promise("factored")
-    return Promise(
-        getattr(kind, "form", "fp32"), getattr(kind, "block", 1), hasattr(kind, "takes_matrices")
-    )
 
 
 def name_form(state: Mapping[str, Any], size: int) -> str:
@@ -82,8 +47,9 @@ def name_form(state: Mapping[str, Any], size: int) -> str:
 
 
 class OptimizerState(Technique):
-    """The ledger's row about the optimizer's state; the requested value is the form that the
-    optimizer's class promises."""
+    """The ledger's row about the optimizer's state. The requested value, `form`, is the form in
+    which the optimizer's class promises to keep its state, such as "8bit" (the top of this file
+    lists the forms)."""
 
     key = "optim"
     summary = "the form of the optimizer's state, counted"
@@ -91,9 +57,21 @@ class OptimizerState(Technique):
     loss_rtol = 0.0
     optimizer: Any = None
 
-    def __init__(self, promise: Promise, device: torch.device) -> None:
-        super().__init__(promise.form, device)
-        self.promise = promise
+    def __init__(self, kind: type, momentum: float, device: torch.device) -> None:
+        """`kind` is the optimizer's class. `momentum` is SGD's option: if it is 0, SGD keeps no
+        state."""
+        self.form: str = getattr(kind, "form", "fp32")
+        if kind is torch.optim.SGD:
+            self.form = "momentum" if momentum else "none"
+        elif kind is torch.optim.Adafactor:
+            self.form = "factored"
+        super().__init__(self.form, device)
+        self.block: int = getattr(kind, "block", 1)
+        """Number of elements of a moment that the library quantises as one block; the promise holds
+        only for parameters whose number of elements is a multiple of this number."""
+        self.needs_matrices = hasattr(kind, "takes_matrices")
+        """If true, the promise holds only for parameters with matrices that Muon orthogonalises;
+        those have a momentum."""
 
     def on_step(self, step: AnyStep) -> AnyStep:
         self.optimizer = getattr(step, "optimizer", None)
@@ -102,7 +80,17 @@ class OptimizerState(Technique):
     def foresee_bytes(self) -> float:
         """Returns about how many bytes the state will take, which the first step creates."""
         size = sum(to_local(p).numel() for p in parameters_of(self.optimizer))
-        return BYTES_PER_ELEMENT.get(self.promise.form, 0.0) * size
+        return BYTES_PER_ELEMENT.get(self.form, 0.0) * size
+
+    def promises(self, parameter: Tensor, state: Mapping[str, Any]) -> bool:
+        """Returns whether the optimizer promises to keep `state`, the state of `parameter`, in
+        `form`: not, for example, 8-bit state for small parameters, or factored moments for
+        vectors."""
+        if self.form in ("8bit", "4bit", "fp8"):
+            return parameter.numel() >= MIN_NARROW_ELEMENTS and parameter.numel() % self.block == 0
+        if self.form == "factored":
+            return parameter.ndim > 1
+        return "momentum" in state or not self.needs_matrices
 
     # What would still say "on" if this did nothing? The class of the optimizer: a class for 8-bit
     # moments may keep fp32 ones. So look at dtype and size of every tensor in the state.
@@ -114,12 +102,12 @@ class OptimizerState(Technique):
         size = 0
         for parameter in parameters_of(optimizer):
             state = collect_state(optimizer, parameter)
-            counts = promised if self.promise.holds_for(parameter, state) else others
+            counts = promised if self.promises(parameter, state) else others
             counts[name_form(state, parameter.numel())] += 1
             total += sum(t.nbytes for t in state.values() if isinstance(t, Tensor))
             size += parameter.numel()
 
-        form = self.promise.form
+        form = self.form
         note = f"{promised[form]} of {promised.total()} parameters keep {form}"
         wrong = promised - Counter({form: promised.total()})
         if wrong:
@@ -127,7 +115,7 @@ class OptimizerState(Technique):
         if others:
             note += f"; {others.total()} others: {format_counts(others)}"
         complete = True
-        if self.promise.needs_matrices:
+        if self.needs_matrices:
             complete, rules = describe_rules(optimizer)
             note += f"; {rules}"
         note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
@@ -176,35 +164,28 @@ class AdapterGradients(Technique):
     summary = "an adapter on frozen weights; counts the layers that it trains"
     off = "none"
     loss_rtol = 0.0
-    model: Any
     step: Any
 
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, device)
-        self.steps: list[dict[str, Tensor | None]] = []
-        """For each step, a mapping: name of a parameter -> 1.0 if a value of its gradient is not
-        zero, 0.0 if all are zero, None if it has no gradient."""
+        self.steps: list[Tensor] = []
+        """For each step a tensor (parameters,): -1 for no gradient, 0 for a gradient of zeros, 1
+        for any other gradient."""
         self.taken: list[Tensor] = []
         """For each step a flag on the device, true if the step changed the weights; fp16 skips
         steps whose gradients overflow."""
-
-    def on_model(self, model: Model) -> Model:
-        self.model = model
-        return model
 
     def on_step(self, step: AnyStep) -> AnyStep:
         self.step = step
         update = self.step.update_parameters
 
         def record_and_update(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
-            grads_by_name = {name: p.grad for name, p, _ in self.iterate_parameters()}
-            # The host does not wait for these flags.
-            self.steps.append(
-                {
-                    name: None if grad is None else (to_local(grad) != 0).any().float()
-                    for name, grad in grads_by_name.items()
-                }
-            )
+            none = torch.full((), -1.0, device=self.device)
+            flags = [
+                none if p.grad is None else (to_local(p.grad) != 0).any().to(none)
+                for _, p, _ in self.iterate_parameters()
+            ]
+            self.steps.append(torch.stack(flags))  # the host does not wait for these flags
             self.taken.append(taken)
             update(grads, norm, taken)
 
@@ -235,7 +216,10 @@ class AdapterGradients(Technique):
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
         reached = set[str]()
         first_steps = dict[str, int]()
-        for step, flags in enumerate(self.reduce_flags(), start=1):
+        for step, flags in enumerate(self.steps, start=1):
+            # A parameter has a gradient if it has one on any rank.
+            if get_world_size() > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX)
             for name, flag in zip(kinds, flags.tolist(), strict=True):
                 if flag >= 0:
                     reached.add(name)
@@ -264,16 +248,3 @@ class AdapterGradients(Technique):
         trainable = sum(size for size, trains in sizes if trains)
         note += f"; {trainable} of {sum(size for size, _ in sizes)} parameters train"
         return Observation("partly" if idle else self.value, note)
-
-    def reduce_flags(self) -> list[Tensor]:
-        """Combines the flags of `steps` from all ranks by their maximum. Returns a (parameters,)
-        tensor for each step: -1 for no gradient, 0 for a gradient of zeros, 1 for any other
-        gradient."""
-        reduced = []
-        for step in self.steps:
-            none = torch.full((), -1.0, device=self.device)
-            flags = torch.stack([none if flag is None else flag.to(none) for flag in step.values()])
-            if get_world_size() > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX)
-            reduced.append(flags)
-        return reduced

@@ -178,7 +178,7 @@ class BlockProbe(nn.Module):
             outputs = self.block(*inputs, **options)
         note = BlockEvidence(
             input_bytes=input_bytes.total(),
-            saved_bytes=saved.bytes,
+            saved_bytes=sum(saved.storages.values()),
             residual_dtype=outputs[2].dtype,
             branch_dtype=outputs[0].dtype,
             fine_bits=(has_fine_bits(inputs[2]), has_fine_bits(outputs[2])),
@@ -249,8 +249,11 @@ def select_kernels(events: Iterable[Any]) -> list[Any]:
     Leaves out annotations such as `record_function`: the profiler repeats them on the device,
     around the kernels that they annotate.
     """
-    device = (event for event in events if event.device_type() != torch.autograd.DeviceType.CPU)
-    return [event for event in device if not event.is_user_annotation()]
+    return [
+        event
+        for event in events
+        if event.device_type() != torch.autograd.DeviceType.CPU and not event.is_user_annotation()
+    ]
 
 
 def select_host_events(events: Iterable[Any]) -> list[Any]:
@@ -277,14 +280,14 @@ def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
     around: list[list[Any]] = []
     entries: list[list[Any]] = []
     for event in events:
-        if event.name() not in PRODUCTS or len(event.dtypes()) < 2:
+        name = event.name()
+        if name not in PRODUCTS or len(event.dtypes()) < 2:
             continue
         if any(contains(update, event) for update in updates):
             continue
         while around and not contains(around[-1][0], event):
             around.pop()
 
-        name = event.name()
         outer_names = {outer.name() for outer, _ in around}
         replaces_outer = name == EIGHT_BIT and EIGHT_BIT not in outer_names
         counts = not outer_names - {name} or replaces_outer
@@ -342,13 +345,6 @@ def observe_step(
             host = select_host_events(record_events(run, device))
     assign_ops(evidence.blocks, host)
     return evidence
-
-
-def observe_ops(run: Callable[[], object], device: torch.device = CPU) -> Counter[str]:
-    """Profiles one call of `run`; returns a mapping: name of an event on the host or the device ->
-    how often it ran."""
-    events = record_events(run, device)
-    return Counter(event.name() for event in (*select_host_events(events), *select_kernels(events)))
 
 
 def observe_kernels(run: Callable[[], object], device: torch.device) -> set[str]:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from accel.sharding import find_storages
+
 MIN_MOVED_BYTES = 2**20
 """Size in bytes below which a saved tensor stays on the device, because copying so small a tensor
 to the host costs more time than the memory is worth."""
@@ -34,16 +36,15 @@ class SavedCounter:
     large_unmoved: dict[int, int] = field(default_factory=dict)
     """Subset of `unmoved` whose saved tensors have `MIN_MOVED_BYTES` or more, and so are large
     enough to move to the host."""
+    caches: list[Any] = field(default_factory=list)
+    """Caches of selective checkpointing that were made while this counter was the innermost open
+    one. Selective checkpointing adds them here, because hooks on saved tensors do not see their
+    content."""
     cached_ops: set[str] = field(default_factory=set)
     """Names of operations whose results a cache of selective checkpointing holds."""
     module_storages: set[int] = field(default_factory=set)
     """Addresses of the storages of `module`'s parameters and buffers, which are not counted as
     saved."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all saved storages."""
-        return sum(self.storages.values())
 
     def note(self, tensor: Tensor, packed: Any) -> None:
         """Counts the storage of a saved tensor; `packed` is the object that autograd stores in
@@ -51,8 +52,7 @@ class SavedCounter:
         # Look up the parameters' storages here, not in the constructor: FSDP2 gathers sharded
         # parameters only when the module runs.
         if not self.module_storages:
-            tensors = (*self.module.parameters(), *self.module.buffers())
-            self.module_storages.update(t.untyped_storage()._cdata for t in tensors)
+            self.module_storages = find_storages(self.module)
         storage = tensor.untyped_storage()
         if storage._cdata in self.module_storages:
             return
@@ -71,10 +71,6 @@ class SavedCounter:
 # that the innermost `move_saved` put into `MOVES`, then reports the tensor to every counter.
 MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
 COUNTERS: list[SavedCounter] = []
-CACHES: list[list[Any]] = []
-"""For each counter, the caches of selective checkpointing that were made while this counter was the
-innermost open one. Selective checkpointing adds its caches here, because hooks on saved tensors do
-not see their content."""
 
 
 def pack(tensor: Tensor) -> Any:
@@ -113,8 +109,6 @@ def count_saved(
     part is saved, such as one that a view uses in part.
     """
     counter = SavedCounter(module, counted_bytes)
-    caches: list[Any] = []
-    CACHES.append(caches)
     COUNTERS.append(counter)
     unpack = MOVES[-1][1] if MOVES else lambda packed: packed
     try:
@@ -122,8 +116,7 @@ def count_saved(
             yield counter
     finally:
         COUNTERS.pop()
-        CACHES.pop()
-    for cache in caches:
+    for cache in counter.caches:
         for op, results in cache.items():
             for tensor in [leaf.val for leaf in tree_leaves(results) if hasattr(leaf, "val")]:
                 counter.note(tensor, tensor)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 MAX_NORM_ELEMENTS = 2**18
@@ -61,12 +62,8 @@ def find_gathered_storages(model: nn.Module) -> set[int]:
     one FSDP module after the other.
     """
     addresses: set[int] = set()
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
-        return addresses
-    from torch.distributed import fsdp
-
     for part in model.modules():
-        if isinstance(part, fsdp.FSDPModule):
+        if isinstance(part, FSDPModule):
             part.unshard()
             addresses |= find_storages(part)
             part.reshard()

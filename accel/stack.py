@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.composite_optimizer import MakeOptimizer
-from accel.evidence import observe_ops, observe_step
+from accel.evidence import observe_step
 from accel.ledger import AUTO, Ledger, LedgerRow
 from accel.sharding import get_world_size, is_true_on_any_rank
 from accel.technique import AnyStep, Model, Technique
@@ -115,7 +115,7 @@ class AccelerationStack:
             if only is None or kind.key in only
         ]
         self.techniques: list[Technique] = [*extra_rows, *switched]
-        self.requested = {technique.key: technique.value for technique in self.techniques}
+        self.requested = self.values
 
         # Collect the reasons for all techniques that this machine cannot run, so that one message
         # lists them.
@@ -159,11 +159,10 @@ class AccelerationStack:
         """Returns overrides, such as runtime.compile=true, that switch on techniques that reduce
         the host's work of launching kernels; only those that are off now and can run on this
         device."""
-        kinds = [type(t) for t in self.techniques if t.saves_launches and not t.enabled]
         return [
-            kind.make_override(True)
-            for kind in kinds
-            if kind(True, self.device).find_obstacle() is None
+            t.make_override(True)
+            for t in self.techniques
+            if t.saves_launches and not t.enabled and not type(t)(True, self.device).find_obstacle()
         ]
 
     @property
@@ -293,7 +292,7 @@ class AccelerationStack:
             technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):
             self.run_until_it_works(run)
-            evidence.warm_ops = observe_ops(run, self.device)
+            evidence.warm_ops = observe_step(run, None, self.device).ops
 
         ledger = Ledger()
         for technique in self.techniques:

@@ -135,6 +135,9 @@ class Technique(ABC):
     """Name of a group of techniques that runtime=auto tries together; empty: runtime=auto tries the
     technique alone."""
 
+    model: Any = None
+    """The model to which `on_model` was applied; None before."""
+
     def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         self.value = value
         self.device = device
@@ -191,7 +194,8 @@ class Technique(ABC):
 
     def on_model(self, model: Model) -> Model:
         """Changes or wraps the model, as a rule only its blocks, without changing state-dict keys;
-        returns it."""
+        returns it. This definition only remembers the model."""
+        self.model = model
         return model
 
     def make_optimizer_kwargs(self) -> dict[str, Any]:
@@ -226,8 +230,10 @@ class Technique(ABC):
         techniques."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most have nothing to remember
-        """Loads tensors that `state_dict` returned, in place."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads tensors that `state_dict` returned, in place; {} changes nothing."""
+        for name, tensor in self.state_dict().items() if state else ():
+            tensor.copy_(state[name])
 
     def hides_blocks(self) -> bool:
         """Returns whether the technique compiles the whole model, so that no probe sees its blocks;

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) for every value in nested mappings that is not itself a
+def flatten(node: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns dotted name -> value for every value in nested mappings that is not itself a
     mapping."""
+    leaves: dict[str, Any] = {}
     for key, value in node.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping):
-            yield from flatten(value, name)
+            leaves |= flatten(value, f"{prefix}{key}.")
         else:
-            yield name, value
+            leaves[f"{prefix}{key}"] = value
+    return leaves
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.counted_rows import AdapterGradients, OptimizerState, find_promise
+from accel.counted_rows import AdapterGradients, OptimizerState
 from accel.ledger import Ledger
 from accel.sharding import get_world_size
 from accel.stack import AccelerationStack
@@ -96,7 +96,7 @@ def build_stack(
     # is an adapter, the gradients of its parameters.
     optimizer = resolve_target(cfg.optim.get("_target_", ""), "optim")
     extra_rows: list[Technique] = [
-        OptimizerState(find_promise(optimizer, cfg.optim.get("momentum", 0.0)), device)
+        OptimizerState(optimizer, cfg.optim.get("momentum", 0.0), device)
     ]
     if cfg.adapter:
         adapter = resolve_target(cfg.adapter.get("_target_", ""), "adapter")

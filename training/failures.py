@@ -39,7 +39,7 @@ def end_if_failed(
     """
     limit = training.cfg.guards.max_skipped_in_row
     state = training.state
-    skipped = state.meter.skipped_in_row
+    skipped = int(state.meter.window.in_row)  # waits for the device
     if skipped >= limit:
         with torch.compiler.set_stance("force_eager"):
             content = {

@@ -15,7 +15,6 @@ from accel.ledger import Ledger, LedgerRow
 from accel.stack import AccelerationStack
 from accel.trial.proof import KERNELS_FILE
 from common.clock import CLOCK, MAINTENANCE_KINDS, TIME_FILE, explain_bound
-from common.config.build import fill_defaults
 from common.config.compose import Composed, parse_yaml, read_config, to_yaml
 from common.config.schema import TrainConfig
 from common.distributed.exit import RESUMABLE_EXIT_CODE
@@ -34,8 +33,8 @@ from common.text import replace_non_finite
 from training.assemble import Training
 from training.checkpoint.load import (
     FORMAT_VERSION,
-    MUST_MATCH,
     describe_difference,
+    describe_other_part,
     find_branch,
     list_complete,
     read_finished_summary,
@@ -45,7 +44,7 @@ from training.checkpoint.save import Checkpoints
 from training.preflight.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
 from training.preflight.tune import TUNING_FILE, make_ledger_row, tune_config
 from training.records.log_lines import format_summary
-from training.records.metrics import METRICS_FILE, MetricsFile, SafeLogger, find_best, read_metrics
+from training.records.metrics import METRICS_FILE, MetricsFile, SafeLogger, read_metrics
 from training.state import TrainState
 
 RUNNING_FILE = "running"
@@ -229,8 +228,10 @@ class RunFolder:
             flush=True,
         )
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
-        facts |= {"config": config, "choices": self.composed.choices}
-        facts |= {name: self.environment[name] for name in ("versions", "hardware", "git")}
+        facts |= {"config": config}
+        facts |= {
+            name: self.environment[name] for name in ("choices", "versions", "hardware", "git")
+        }
         logger.start(self.folder, facts, training.state.samples)
         logger.known = {"ledger": rows}
 
@@ -251,7 +252,7 @@ class RunFolder:
             return
         self.metrics.append(metrics)
         if self.cfg.keep_best in metrics:
-            metrics |= find_best(self.metrics.file, self.cfg.keep_best)
+            metrics |= self.find_best()
 
         # Find out whether waiting for data or launching kernels limits the speed of a step.
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
@@ -265,6 +266,18 @@ class RunFolder:
         if bound not in self.reported_bounds:
             self.reported_bounds.add(bound)
             print(f"{bound}: {reason}; try {', '.join(keys)}", flush=True)
+
+    def find_best(self) -> dict[str, Any]:
+        """Returns the lowest value that the run has logged of the score that decides which
+        checkpoint is the best, and its step, as the metrics `best_<score>` and `best_step`; empty
+        if there is none."""
+        name = self.cfg.keep_best
+        lines = read_metrics(self.metrics.file)[0]
+        scored = [(line[name], line["step"]) for line in lines if line.get(name) is not None]
+        if not scored:
+            return {}
+        best, step = min(scored)
+        return {f"best_{name}": best, "best_step": step}
 
     def write_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
         """Writes the run's seconds by kind to time.json: at once if a checkpoint of this step was
@@ -290,11 +303,9 @@ class RunFolder:
         except (OSError, ValueError):
             old = {}
             new = {}
-        for part in MUST_MATCH:
-            then, now = (fill_defaults(select_identity(node)[part], part) for node in (old, new))
-            other = describe_difference(then, now)
-            if other:
-                raise UserError(f"{state} of another {part}: {other}; use a new run_dir.")
+        other = describe_other_part(select_identity(old), select_identity(new))
+        if other:
+            raise UserError(f"{state} of {other}; use a new run_dir.")
 
         changed = describe_difference(old, new)
         note = f" Changed settings have no effect: {changed}." if changed else ""
@@ -341,7 +352,7 @@ class RunFolder:
         summary = {
             "loss": latest.get("loss"),
             "eval_loss": latest.get("eval_loss"),
-            **find_best(self.metrics.file, self.cfg.keep_best),
+            **self.find_best(),
             **{name: latest[name] for name in self.cfg.fd.list_scores() if name in latest},
             "steps": state.step,
             "samples": state.samples,

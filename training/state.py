@@ -131,12 +131,10 @@ class TrainState:
         return {
             "model": select_saved_weights(self.model),
             "ema": self.ema.state_dict(),
-            "averages": dict(
-                flatten({f"{a.length:.0%}": a.state_dict() for a in self.power_averages})
-            ),
+            "averages": flatten({f"{a.length:.0%}": a.state_dict() for a in self.power_averages}),
             "aux_heads": self.network.aux_heads.state_dict(prefix="aux_heads."),
-            "optimizer": dict(flatten(self.optimizer.state_dict()["state"])),
-            "techniques": dict(flatten(self.stack.state_dict())),
+            "optimizer": flatten(self.optimizer.state_dict()["state"]),
+            "techniques": flatten(self.stack.state_dict()),
             "guards": self.spikes.state_dict() if self.spikes else {},
             "loader": self.loader.state_dict(),
             "counters": {name: vars(self)[name] for name in COUNTERS},
@@ -248,10 +246,12 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
     for i, entries in saved.items():
         saved[i] = {name: shard_like(value, parameters[i]) for name, value in entries.items()}
 
-    if saved.keys() != state.keys() or not all(isinstance(t, Tensor) for _, t in flatten(state)):
+    if saved.keys() != state.keys() or not all(
+        isinstance(t, Tensor) for t in flatten(state).values()
+    ):
         optimizer.load_state_dict(current | {"state": saved})
         return
-    values = dict(flatten(saved))
-    for name, tensor in flatten(state):
+    values = flatten(saved)
+    for name, tensor in flatten(state).items():
         value = values[name]
         tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)

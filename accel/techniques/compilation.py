@@ -127,7 +127,7 @@ class Compile(Technique):
         else:
             # If the whole model is compiled, or if it has no blocks (an encoder), require at least
             # one compiled call per micro-batch.
-            micro_batches = max([1, *(len(calls) for calls in evidence.blocks)])
+            micro_batches = max([1, *map(len, evidence.blocks)])
             on = self.is_compiled(evidence.ops) and regions >= micro_batches
             scope = "the model"
         note = (

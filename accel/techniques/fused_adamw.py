@@ -18,11 +18,6 @@ class FusedAdamW(Technique):
     summary = "fused update; clipping and skipping decided on the device"
     loss_rtol = 1e-5
 
-    def find_obstacle(self) -> str | None:
-        if self.device.type not in ("cuda", "cpu"):
-            return f"PyTorch has no fused AdamW for {self.device.type}."
-        return None
-
     def make_optimizer_kwargs(self) -> dict[str, Any]:
         # If the technique is off, pass no argument, so that PyTorch chooses: multi-tensor (foreach)
         # kernels on a GPU, a loop over tensors on a CPU. The argument fused=False switches foreach

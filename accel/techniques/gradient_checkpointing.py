@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from accel.evidence import BlockEvidence, Evidence, probe_blocks
-from accel.saved_tensors import CACHES
+from accel.saved_tensors import COUNTERS
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
@@ -123,8 +123,8 @@ def make_contexts() -> tuple[Any, Any]:
     """Makes the two contexts of the policy "selective": one for a block's forward pass, one for its
     recomputation."""
     first, again = create_selective_checkpoint_contexts(decide)
-    if CACHES and not torch.compiler.is_compiling():
-        CACHES[-1].append(first.storage)
+    if COUNTERS and not torch.compiler.is_compiling():
+        COUNTERS[-1].caches.append(first.storage)
     return first, again
 
 

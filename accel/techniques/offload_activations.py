@@ -19,13 +19,13 @@ from collections.abc import Set
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel import saved_tensors
 from accel.evidence import Evidence
 from accel.sharding import find_gathered_storages, find_storages
-from accel.technique import AnyStep, Model, Observation, Saving, Technique
+from accel.technique import AnyStep, Observation, Saving, Technique
 
 
 class OffloadActivations(Technique):
@@ -41,7 +41,6 @@ class OffloadActivations(Technique):
             90,
         ),
     )
-    model: nn.Module
     gathered: Set[int] | None = None
     """Addresses of the storages into which FSDP gathers sharded parameters; None until the first
     forward pass."""
@@ -54,10 +53,6 @@ class OffloadActivations(Technique):
     """(storage, layout, version) of a saved tensor -> its copy in host memory. Several operations
     of a forward pass may save the same tensor, which is then copied once. Each forward pass empties
     the mapping at its end."""
-
-    def on_model(self, model: Model) -> Model:
-        self.model = model
-        return model
 
     def on_step(self, step: AnyStep) -> AnyStep:
         if self.enabled:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -67,7 +67,6 @@ class DataParallel(Technique):
         Saving({path: "fsdp", "parallel.cpu_offload": True}, "updates on the host", 85),
     )
     off = "none"
-    model: Any
     wrapped: Any
     # Several processes add up the gradients of a batch in another order than one process, so the
     # loss may differ from that of one process by this fraction.
@@ -120,7 +119,6 @@ class DataParallel(Technique):
         self.model = model
         if not self.shards:
             return model
-        from torch.distributed import fsdp
 
         # Let only autocast choose dtypes: FSDP must not cast a block's inputs, because one of them
         # is the residual stream, which stays fp32.
@@ -182,8 +180,6 @@ class DataParallel(Technique):
         """
         yield
         if self.shards:
-            from torch.distributed import fsdp
-
             for part in self.model.modules():
                 if isinstance(part, fsdp.FSDPModule):
                     part.reshard()
@@ -191,10 +187,10 @@ class DataParallel(Technique):
     # What would still say "on" if this did nothing? The wrapper around the model: it may
     # communicate nothing. So count the collectives that reduce gradients in this mode.
     def observe(self, evidence: Evidence) -> Observation:
-        numbers: Counter[str] = Counter()
-        for name, n in evidence.ops.items():
-            for collective in COLLECTIVES:
-                numbers[collective] += n * (collective in name.lower().replace("_", ""))
+        numbers = {
+            key: sum(n for op, n in evidence.ops.items() if key in op.lower().replace("_", ""))
+            for key in COLLECTIVES
+        }
         counts = ", ".join(f"{n} {COLLECTIVES[key]}" for key, n in numbers.items() if n)
         note = f"{counts or 'no collectives'} in one step of {get_world_size()} processes"
         if not self.enabled:

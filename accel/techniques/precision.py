@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel.evidence import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS, Evidence
 from accel.machine import capability_of
-from accel.technique import AnyStep, Model, Observation, Saving, Technique, TrainingStep
+from accel.technique import AnyStep, Observation, Saving, Technique, TrainingStep
 from accel.techniques import float8
 from accel.techniques.compilation import INDUCTOR_PREFIX
 
@@ -72,7 +72,6 @@ class Precision(Technique):
     fp8_recipe: str
     scaler: LossScaler | None = None
     layers: float8.Float8Layers | None = None
-    model: nn.Module | None = None
     around_forward: AbstractContextManager[object] = nullcontext()
     """Context that is open during each forward pass; `compare` sets it for one step, to inspect the
     products of that step."""
@@ -118,10 +117,6 @@ class Precision(Technique):
         if self.value == "fp8":
             self.layers = float8.Float8Layers(model, self.fp8_recipe)
 
-    def on_model(self, model: Model) -> Model:
-        self.model = model
-        return model
-
     def on_step(self, step: AnyStep) -> AnyStep:
         if self.enabled:
             forward = step.forward
@@ -141,10 +136,6 @@ class Precision(Technique):
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.scaler.state_dict() if self.scaler else {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items() if state else ():
-            tensor.copy_(state[name])
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         if self.enabled and self.model is not None and evidence.count_dtypes()["float"]:
@@ -196,9 +187,7 @@ class Precision(Technique):
         if not weights and not (unseen and branches):
             return Observation(False, "no matrix product ran")
 
-        name = (
-            name_dtype(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
-        )
+        name = name_dtype((weights or branches).most_common(1)[0][0])
         in_dtype = sum(n for dtype, n in dtypes.items() if name_dtype(dtype) == name)
         intended = 0 if name == "fp32" or self.wide_weights else dtypes["float"] - weights["float"]
         note = f"{in_dtype} of {dtypes.total()} products in {name}"

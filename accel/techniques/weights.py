@@ -30,6 +30,7 @@ from accel.composite_optimizer import (
     Groups,
     MakeOptimizer,
     Members,
+    list_parameters,
     parameters_of,
     split_parts,
 )
@@ -66,7 +67,7 @@ class RoundedUpdate(Members):
     def __init__(
         self, groups: Groups, make: MakeOptimizer, elements_per_draw: int = PART_ELEMENTS
     ) -> None:
-        narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
+        narrow = [p for p in list_parameters(groups) if p.dtype is torch.bfloat16]
         # Let the members update fp32 stand-ins. Never change the dtype of a parameter's own data,
         # because that removes the hooks by which ddp reduces gradients.
         stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}

@@ -23,6 +23,7 @@ from typing import Any
 
 from common.config.schema import describe_bound
 from common.errors import UserError
+from common.trees import flatten
 
 EXTENSIONS_KEY = "extensions"
 EXTENSIONS_VARIABLE = "FASTLATENT_EXTENSIONS"
@@ -115,11 +116,9 @@ def fill_defaults(node: Mapping[str, Any], key: str) -> dict[str, Any]:
         if inspect.isclass(value):
             value = {"_target_": f"{value.__module__}.{value.__qualname__}", "_partial_": True}
         if isinstance(value, Mapping):
-            inner = fill_defaults(value, f"{key}.{name}")
-            filled |= {f"{name}.{end}": leaf for end, leaf in inner.items()}
-        else:
-            filled[name] = list(value) if isinstance(value, tuple) else value
-    return filled
+            value = fill_defaults(value, f"{key}.{name}")
+        filled[name] = list(value) if isinstance(value, tuple) else value
+    return flatten(filled)
 
 
 def check_arguments(

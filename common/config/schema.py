@@ -31,17 +31,7 @@ Solver = StrEnum("Solver", "euler heun ab2 sde")
 """Names of the solvers that `sample` in models/sampler.py implements."""
 AttentionName = StrEnum("AttentionName", "auto flash cudnn efficient math flex flash3 flash4")
 CompileScope = StrEnum("CompileScope", "blocks model")
-# The names of torch.compile's modes have hyphens, which are no letters of a Python name.
-CompileMode = StrEnum(
-    "CompileMode",
-    {
-        "default": "default",
-        "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs",
-        "reduce-overhead": "reduce-overhead",
-    },
-)
-
-
+CompileMode = StrEnum("CompileMode", "default max-autotune-no-cudagraphs reduce-overhead")
 OnUnavailable = StrEnum("OnUnavailable", "degrade error emulate")
 ScheduleKind = StrEnum("ScheduleKind", "constant cosine")
 ParallelMode = StrEnum("ParallelMode", "auto none ddp fsdp hsdp")

@@ -82,9 +82,6 @@ SHAPES = {
 }
 """Example of a form in which text may hold a secret, such as `--name value` -> the regular
 expressions that find it. `redact_text` applies them in this order."""
-COMPILED_SHAPES = [
-    (re.compile(shape.before + shape.value), shape.named) for shape in SHAPES.values()
-]
 
 
 def is_secret(name: str, value: Any) -> bool:
@@ -110,23 +107,23 @@ def redact(node: Any) -> Any:
 def redact_text(text: str) -> str:
     """Returns the text with `HIDDEN` in place of each secret that a regular expression in `SHAPES`
     finds."""
-    for pattern, named in COMPILED_SHAPES:
-        text = redact_matches(pattern, named, text)
+    for shape in SHAPES.values():
+        text = redact_matches(shape, text)
     return text
 
 
-def redact_matches(pattern: re.Pattern[str], named: bool, text: str) -> str:
-    """Returns the text with `HIDDEN` in place of each secret that `pattern` finds. If `named` is
-    false, every match is a secret. If `named` is true, a match is a secret only if its name is that
-    of a secret, such as api_key; the function searches the value of any other match again, because
-    this value may contain a secret of the same form."""
+def redact_matches(shape: Shape, text: str) -> str:
+    """Returns the text with `HIDDEN` in place of each secret in the form `shape`. If the form has a
+    name, a match is a secret only if its name is that of a secret, such as api_key; the function
+    searches the value of any other match again, because this value may contain a secret of the same
+    form."""
 
     def replace(match: re.Match[str]) -> str:
-        if not named or is_secret(match[2], match[3]):
+        if not shape.named or is_secret(match[2], match[3]):
             return match[1] + HIDDEN
-        return match[1] + redact_matches(pattern, named, match[3])
+        return match[1] + redact_matches(shape, match[3])
 
-    return pattern.sub(replace, text)
+    return re.sub(shape.before + shape.value, replace, text)
 
 
 def redact_words(words: list[str]) -> list[str]:

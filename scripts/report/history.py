@@ -44,9 +44,9 @@ class History:
             )
         self.folder = folder
         self.name = folder.resolve().name
-        self.config = dict(flatten(read_config(folder / "config.yaml")))
-        self.environment = dict(flatten(self.read("environment.json")))
-        self.protocol = dict(flatten(self.read("fd_protocol.json")))
+        self.config = flatten(read_config(folder / "config.yaml"))
+        self.environment = flatten(self.read("environment.json"))
+        self.protocol = flatten(self.read("fd_protocol.json"))
         """Protocol of the distances that training measured: all settings on which they depend, and
         their floors; empty if the run measured none."""
         try:
@@ -102,14 +102,14 @@ class History:
         file = checkpoints[-1] / "ema.safetensors"
         parameters = sum(tensor.numel() for tensor in read_tensors(file).values())
         weights = {"parameters": parameters, "sha256": hash_file(file)}
-        return dict(flatten(read_state_file(checkpoints[-1]))), weights
+        return flatten(read_state_file(checkpoints[-1])), weights
 
     def read_evaluation(self, file: Path) -> Evaluation | None:
         """Reads a file that `scripts.evaluate` wrote; returns None if it is another kind of
         file."""
         content = read_object(file)
         try:
-            settings = dict(flatten(content["protocol"]))
+            settings = flatten(content["protocol"])
             weights = f"{settings['weights.kind']} step {format_cell(settings['weights.step'])}"
             rows = [
                 [file.name, weights, space, *(figures.get(key, "") for key in FIGURES)]

@@ -69,7 +69,7 @@ def render_page(run: History) -> str:
         "page.html",
         format_cell,
         run=run,
-        defaults=dict(flatten(parse_yaml(to_yaml(compose([]).source)))),
+        defaults=flatten(parse_yaml(to_yaml(compose([]).source))),
         training=TRAINING_PLOTS,
         distances=list_distance_plots(run),
         draw=draw_plots,

@@ -54,7 +54,7 @@ def states(monkeypatch):
         take_step(training)
         state = training.state.state_dict()
         pieces = {name: state[name] for name in ("model", "ema", "optimizer")}
-        tensors = [leaf for _, leaf in flatten(pieces) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in flatten(pieces).values() if isinstance(leaf, torch.Tensor)]
         copies.append([tensor.clone() for tensor in tensors])
 
     monkeypatch.setattr(Training, "take_step", step_and_copy)

@@ -68,7 +68,7 @@ def read_outcome(folder: Path) -> Outcome:
     digest = hashlib.sha256(json.dumps(counters).encode())
     for rank in range(described["world_size"]):
         state = assemble_state(last, described, LAYOUTS, Ranks(rank, described["world_size"], rank))
-        for name, leaf in sorted(flatten(state), key=lambda pair: pair[0]):
+        for name, leaf in sorted(flatten(state).items()):
             if isinstance(leaf, torch.Tensor):
                 content = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 digest.update(name.encode() + content)

@@ -12,7 +12,7 @@ from tests.harness.steps import tiny_training
 
 def copy_tensors(state):
     """Parameters, averages, moments and generators."""
-    leaves = [leaf for _, leaf in flatten(state.state_dict())]
+    leaves = [*flatten(state.state_dict()).values()]
     return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 

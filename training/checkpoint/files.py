@@ -64,8 +64,13 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(view_bytes(tensor))
     return digest.hexdigest()
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor in host memory; without a copy if it is contiguous."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Staged(NamedTuple):
@@ -192,9 +197,9 @@ def assemble_state(
             state[piece] = dict(values[piece]) if layout in LAYOUTS_WITH_NUMBERS else {}
     for piece, leaves in nest(values["leaves"]).items():
         state[piece] |= leaves
-    for piece, leaves in nest(parts).items():
-        for name, tensor_parts in leaves.items():
-            state[piece][name] = join_parts(tensor_parts, layouts[piece], ranks)
+    for path, tensor_parts in parts.items():
+        piece, _, name = path.partition(".")
+        state[piece][name] = join_parts(tensor_parts, layouts[piece], ranks)
     return state
 
 
@@ -253,20 +258,19 @@ def generate_bytes(
     for name, tensor in ordered:
         if tensor.dtype not in DTYPE_NAMES:
             raise TypeError(f"{name} is of {tensor.dtype}, which safetensors lacks.")
-        offsets = [end, end + tensor.nbytes]
-        end = offsets[1]
         entries[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": offsets,
+            "data_offsets": [end, end + tensor.nbytes],
         }
+        end += tensor.nbytes
 
     # Pad the header with spaces, so that the tensors begin at a multiple of 8 bytes.
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, tensor in ordered:
-        content = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        content = view_bytes(tensor)
         for start in range(0, len(content), CHUNK_BYTES):
             yield content[start : start + CHUNK_BYTES]
 

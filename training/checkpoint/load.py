@@ -395,26 +395,32 @@ def describe_rates(then: dict[str, Any], now: dict[str, Any], samples: int) -> s
     return "" if old == new else f"; so the learning rate at this step was {old:.2g}, is {new:.2g}"
 
 
-def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
+def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str:
     """Returns text about the format, or else the first part of `MUST_MATCH`, in which the
     checkpoint, `described`, and the run differ, such as "with another model: depth was 8, is 12";
-    None if they agree."""
+    "" if they agree."""
     if described.get("format") != FORMAT_VERSION:
         return "by an earlier checkout"
+    other = describe_other_part(described, run)
+    return other and f"with {other}"
+
+
+def describe_other_part(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Returns text about the first part of `MUST_MATCH` in which the descriptions of two runs
+    differ, such as "another model: depth was 8, is 12"; "" if they agree."""
     for name in MUST_MATCH:
-        then = fill_defaults(described[name], name)
-        now = fill_defaults(json.loads(json.dumps(run[name])), name)
-        if then == now:
-            continue
-        difference = f"with another {name}: {describe_difference(then, now)}"
-        return difference + describe_other_order(then, now) if name == "data" else difference
-    return None
+        then = fill_defaults(old[name], name)
+        now = fill_defaults(json.loads(json.dumps(new[name])), name)
+        difference = describe_difference(then, now)
+        if difference:
+            return f"another {name}: {difference}{describe_other_order(then, now)}"
+    return ""
 
 
 def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Returns a sentence if the checkpoint and the run use the same latents in another order,
-    normalisation or storage; otherwise "". `then` and `now` are the part `data` of their
-    descriptions."""
+    normalisation or storage; otherwise "". `then` and `now` are a part of their descriptions, of
+    which only `data` has a fingerprint."""
     old = str(then.get("fingerprint"))
     new = str(now.get("fingerprint"))
     old_hash = old[:HASH_DIGITS]
@@ -431,7 +437,7 @@ def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
 def describe_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Returns text that lists the keys in which two nested dicts differ, with both values; "" if
     they are equal."""
-    before = dict(flatten(old))
-    after = dict(flatten(new))
+    before = flatten(old)
+    after = flatten(new)
     keys = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
     return ", ".join(f"{k} was {before.get(k)}, is {after.get(k)}" for k in keys)

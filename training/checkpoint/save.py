@@ -247,10 +247,12 @@ class Checkpoints:
         score = scores.get(self.best_by)
         if score is None:
             return False
-        others = self.ranks.broadcast_result(
-            lambda: [read_score(folder, self.best_by) for folder in list_complete(self.folder)]
-        )
-        return all(score < other for other in others)
+        others = self.ranks.broadcast_result(self.read_scores)
+        return all(score < other for other in others.values())
+
+    def read_scores(self) -> dict[Path, float]:
+        """Returns the score of `best_by` of each complete checkpoint, oldest first."""
+        return {folder: read_score(folder, self.best_by) for folder in list_complete(self.folder)}
 
     def has_failed(self) -> bool:
         """Says whether a save in the background has failed; the next call of `save` or `finish`
@@ -316,8 +318,8 @@ class Checkpoints:
         """Removes the checkpoints that the run no longer keeps (see the class). First it reads the
         newest checkpoint back from the disk and verifies it. An error only causes a warning."""
         try:
-            folders = list_complete(self.folder)
-            scores = {folder: read_score(folder, self.best_by) for folder in folders}
+            scores = self.read_scores()
+            folders = list(scores)
             best = min(folders, key=scores.__getitem__)
             kept = {*folders[-self.keep :], *([best] if scores[best] < math.inf else [])}
             if self.keep_every:

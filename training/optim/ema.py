@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from accel.composite_optimizer import split_parts
+from accel.composite_optimizer import list_parameters, split_parts
 from accel.sharding import slice_like, to_local
 from common.errors import UserError
 from models.adapters import find_trained_parameters
@@ -21,18 +21,18 @@ class MovingAverage:
     def __init__(self, model: nn.Module) -> None:
         named = find_trained_parameters(model)
         self.names = list(named)
-        self.parameters = list(named.values())
+        self.parameters: list[Tensor] = list(named.values())
         self.averages = [p.detach().float().clone() for p in self.parameters]
         """One fp32 average per trained parameter, sharded like the parameter: the update is
         elementwise, so each rank updates its own shard."""
         average_by_parameter = dict(zip(self.parameters, self.averages, strict=True))
-        self.parts: list[list[tuple[nn.Parameter, Tensor]]] = []
+        self.parts = [
+            [(parameter, average_by_parameter[parameter]) for parameter in list_parameters(part)]
+            for part in split_parts([{"params": self.parameters}])
+        ]
         """Pairs (parameter, average), in several parts: `update` handles one part after the other,
         so that it needs temporary memory for one part only, while the gradients also take
         memory."""
-        for part in split_parts([{"params": self.parameters}]):
-            parameters = [p for group in part for p in group["params"]]
-            self.parts.append([(p, average_by_parameter[p]) for p in parameters])
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -224,16 +224,14 @@ def list_gaps(ranges: Ranges, rows: int) -> Ranges:
     return tuple((first, last) for first, last in pairs if first < last)
 
 
-def pair_rows(tensor: Tensor, copied: Tensor, ranges: Ranges) -> list[tuple[Tensor, Tensor]]:
-    """Returns two views for each range: those of its rows of `tensor` that this process holds, and
+def pair_rows(tensor: Tensor, copied: Tensor, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields two views for each range: those of its rows of `tensor` that this process holds, and
     the same rows of `copied`, a tensor with the rows of all ranges."""
     start = locate_shard(tensor)[1][0] if isinstance(tensor, DTensor) else 0
-    pairs: list[tuple[Tensor, Tensor]] = []
     parts = copied.split([last - first for first, last in ranges])
     for (first, last), part in zip(ranges, parts, strict=True):
         held = to_local(tensor)[max(0, first - start) : max(0, last - start)]
-        pairs.append((held, part[max(0, start - first) :][: len(held)]))
-    return pairs
+        yield held, part[max(0, start - first) :][: len(held)]
 
 
 def copy_rows(tensor: Tensor, ranges: Ranges) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ ZERO = torch.zeros(())
 NO_LOSS = torch.zeros((), dtype=torch.float64)
 """First summand of a window's losses, which makes their sums fp64: with `log_every=0` a window is
 the whole run, and a sum over all its steps is too inexact in fp32."""
-Arguments = ParamSpec("Arguments")
 
 
 class StepOutput(NamedTuple):
@@ -209,12 +208,6 @@ class Meter:
             self.in_row_seen = torch.zeros((), pin_memory=window.in_row.is_cuda)
         self.in_row_seen.copy_(window.in_row, non_blocking=True)
 
-    @property
-    def skipped_in_row(self) -> int:
-        """Number of consecutive steps, up to the last one, that were skipped. Reading it waits for
-        the device."""
-        return int(self.window.in_row)
-
     def report(self, lr: float) -> dict[str, Any]:
         """Returns metric name -> value for the current log window, and begins the next window.
         Waits for the device, because the sums of the window are on the device."""
@@ -286,7 +279,7 @@ def read_peak_memory() -> tuple[int, int]:
 
 def uses_gpu() -> bool:
     """Says whether this process has used a GPU, without initialising CUDA."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.is_initialized()
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
@@ -314,16 +307,6 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     has_step = isinstance(metrics, dict) and type(metrics.get("step")) is int
     valid = has_step and all(y is None or is_figure(y) for y in metrics.values())
     return metrics if valid else None
-
-
-def find_best(file: Path, name: str) -> dict[str, Any]:
-    """Returns the lowest value of the score `name` in a metrics file, and its step, as the metrics
-    `best_<name>` and `best_step`; empty if there is none."""
-    scored = [(x[name], x["step"]) for x in read_metrics(file)[0] if x.get(name) is not None]
-    if not scored:
-        return {}
-    best, step = min(scored)
-    return {f"best_{name}": best, "best_step": step}
 
 
 class MetricsFile:
@@ -394,11 +377,11 @@ class SafeLogger:
         self.image = self.guard(logger.image)
         self.finish = self.guard(logger.finish)
 
-    def guard(self, method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    def guard(self, method: Callable[..., None]) -> Callable[..., None]:
         """Wraps a method of the logger: an exception in it causes a warning and switches the logger
         off."""
 
-        def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        def call(*arguments: Any, **named: Any) -> None:
             if self.off:
                 return
             try:

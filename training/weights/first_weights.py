@@ -104,7 +104,7 @@ def keep_scan_order(composed: Composed) -> Composed:
     """
     cfg = composed.cfg
     file, description = find_first_weights(cfg)
-    then = dict(flatten(description.model)) if description else {}
+    then = flatten(description.model) if description else {}
     now = fill_defaults(cfg.model or {}, "model")
     order = bool(then.get(SCAN_ORDER))
     if file is None or SCAN_ORDER not in now or order == now[SCAN_ORDER]:

@@ -324,13 +324,13 @@ def reorder_labels(
     """Returns a copy of `new_table` (classes + 1, width) into which it copies rows of `old_table`:
     the rows of classes whose name is in both lists, and the last row, that of the null label. Also
     returns the names of these classes."""
-    if len(set(old_names)) < len(old_names) or len(set(new_names)) < len(new_names):
+    old_rows = {name: row for row, name in enumerate(old_names)}
+    new_rows = {name: row for row, name in enumerate(new_names)}
+    if len(old_rows) < len(old_names) or len(new_rows) < len(new_names):
         raise UserError(
             "two classes have the same name, so rows of the label table cannot be matched by name; "
             "rename one."
         )
-    old_rows = {name: row for row, name in enumerate(old_names)}
-    new_rows = {name: row for row, name in enumerate(new_names)}
     kept = [name for name in new_names if name in old_rows]
     sources = [*(old_rows[name] for name in kept), -1]
     targets = [*(new_rows[name] for name in kept), -1]
