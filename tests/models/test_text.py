@@ -29,17 +29,20 @@ def draw_text(batch=2, lengths=(2, 4)):
     return EncodedText(pooled, tokens, torch.tensor(lengths), torch.arange(batch))
 
 
+def answer(model, text, labels=(0, 1)):
+    """The velocity for these texts and labels."""
+    x, t, _ = make_inputs(model)
+    return model(x, t, Condition(torch.tensor(labels), text).y)
+
+
 @pytest.mark.parametrize("conditioning", ["text", "class_and_text"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_caption_and_every_parameter_matter(family, conditioning):
     model = make_text_model(family, conditioning, family in READERS)
-    x, t, _ = make_inputs(model)
-    y = torch.tensor([0, 1])
     text = draw_text()
-    out = model(x, t, Condition(y, text))
-    other = text._replace(pooled=-text.pooled)
-    assert not torch.allclose(out, model(x, t, Condition(y, other)))
-    assert torch.equal(model(x, t, Condition(y + 1, text)), out) == (conditioning == "text")
+    out = answer(model, text)
+    assert not torch.allclose(out, answer(model, text._replace(pooled=-text.pooled)))
+    assert torch.equal(answer(model, text, (1, 2)), out) == (conditioning == "text")
     out.square().sum().backward()
     dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
     assert dead == []
@@ -48,31 +51,27 @@ def test_the_caption_and_every_parameter_matter(family, conditioning):
 def test_the_null_label_drops_the_caption():
     """The empty caption stands where training drops captions, and where guidance compares."""
     model = make_text_model("dit", tokens=True)
-    x, t, _ = make_inputs(model)
-    null = torch.full((2,), model.num_classes)
-    dropped = model(x, t, Condition(null, draw_text()))
+    null = 2 * [model.num_classes]
+    dropped = answer(model, draw_text(), null)
     empty = torch.tensor([SPEC["empty_tokens"]])
     padded = torch.nn.functional.pad(empty, (0, 0, 0, TOKENS - 2)).expand(2, -1, -1)
     stored = EncodedText(torch.full((2, 8), 0.5), padded, torch.tensor([2, 2]), torch.arange(2))
-    kept = torch.zeros_like(null)
-    for same in (model(x, t, null), model(x, t, kept), model(x, t, Condition(kept, stored))):
+    for same in (answer(model, None, null), answer(model, None), answer(model, stored)):
         torch.testing.assert_close(same, dropped)
-    assert not torch.allclose(model(x, t, Condition(kept, draw_text())), dropped)
+    assert not torch.allclose(answer(model, draw_text()), dropped)
 
 
 @pytest.mark.parametrize("family", READERS)
 def test_padding_is_ignored_and_tokens_are_not(family):
     model = make_text_model(family, tokens=True)
-    x, t, _ = make_inputs(model)
-    y = torch.tensor([0, 1])
     text = draw_text()
-    out = model(x, t, Condition(y, text))
+    out = answer(model, text)
     changed = text.tokens.clone()
     changed[0, 2:] += 3.0
     changed[1, 4:] += 3.0
-    torch.testing.assert_close(model(x, t, Condition(y, text._replace(tokens=changed))), out)
+    torch.testing.assert_close(answer(model, text._replace(tokens=changed)), out)
     changed[1, 3] += 3.0
-    new = model(x, t, Condition(y, text._replace(tokens=changed)))
+    new = answer(model, text._replace(tokens=changed))
     assert torch.allclose(new[0], out[0])
     assert not torch.allclose(new[1], out[1])
 
@@ -80,14 +79,12 @@ def test_padding_is_ignored_and_tokens_are_not(family):
 def test_the_scale_of_tokens_and_the_mean_of_captions_change_nothing():
     """int8 tokens are stored without their scale, and all vectors of an encoder share a part."""
     model = make_text_model("dit", tokens=True)
-    x, t, _ = make_inputs(model)
-    y = torch.zeros(2, dtype=torch.int64)
     text = draw_text()
-    expected = model(x, t, Condition(y, text))
+    expected = answer(model, text)
     changed = text._replace(tokens=text.tokens * 8.0, pooled=text.pooled.float() + 2.0)
     model.text_embed.mean += 2.0
-    torch.testing.assert_close(model(x, t, Condition(y, changed)), expected, atol=1e-4, rtol=1e-3)
-    assert not torch.allclose(model(x, t, Condition(y, text)), expected, atol=1e-2)
+    torch.testing.assert_close(answer(model, changed), expected, atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(answer(model, text), expected, atol=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -130,9 +127,8 @@ def test_refusals(family, changes, sentence):
 
 def test_flops_count_the_text():
     model = make_text_model("dit", tokens=True)
-    x, t, y = make_inputs(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(x, t, Condition(y, draw_text()))
+        answer(model, draw_text())
     assert counter.get_total_flops() == 2 * model.flops_per_sample()
 
 

@@ -11,11 +11,9 @@ from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.condition import Condition
 from common.config.compose import compose
 from data.loader import Batch
-from models.denoiser import Denoiser
 from models.sampler import shift_times
 from sampling.load import load_run
 from tests.harness.batches import select
-from tests.harness.denoisers import FAMILIES, SIZES
 from tests.harness.outcomes import are_equal
 from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.refusals import expect_refusal
@@ -23,7 +21,6 @@ from tests.harness.steps import assemble_run, compose_words, tiny_training
 from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training.evaluate import evaluate
-from training.heads import ModelWithHeads
 from training.objective import FlowMatching, LatentHead, compute_held_out_times
 
 
@@ -114,6 +111,7 @@ def test_training_minimises_the_loss_and_the_extra_term():
     torch.testing.assert_close(means, {"loss": flow.mean(), "loss_size": extra["size"].mean()})
 
 
+LOOKING = "model._target_=tests.harness.planted_tuning.Looking"
 ALIGN = ["objective.align_weight=0.5", "objective.align_block=1"]
 
 
@@ -154,24 +152,17 @@ def test_the_latent_is_estimated_from_an_early_block_and_the_velocity_by_an_inte
     assert evaluate(training) == held_out
 
 
-class OwnForward(Denoiser):
-    def forward(self, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return 2 * super().forward(*inputs)
-
-
-def test_heads_need_the_forward_pass_of_a_denoiser():
-    """They would go past another one."""
-    sentence = "needs the forward pass of models.denoiser.Denoiser, and OwnForward has its own"
-    with expect_refusal(f"model.internal_block {sentence}"):
-        ModelWithHeads(OwnForward(**SIZES | FAMILIES["conv"], internal_block=1))
-    network = ModelWithHeads(OwnForward(**SIZES | FAMILIES["conv"]))
-    with expect_refusal(f"objective.align_weight=1.0 {sentence}"):
-        FlowMatching(align_weight=1.0).attach_heads(network)
-
-
-def test_what_is_no_objective_is_refused():
-    with expect_refusal("LatentHead is no Objective, which objective must be"):
-        tiny_training("mamba", "objective._target_=training.objective.LatentHead")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([LOOKING, *ALIGN], "align_weight=0.5 needs the forward pass .*Looking has its own; set"),
+        ([LOOKING, "model.internal_block=1"], "internal_block needs the forward pass"),
+        (["objective._target_=training.objective.LatentHead"], "is no Objective, which objective"),
+    ],
+)
+def test_heads_past_another_forward_and_what_is_no_objective_are_refused(words, sentence):
+    with expect_refusal(sentence):
+        tiny_training("conv", "extensions=[tests]", *words)
 
 
 def test_a_model_starts_the_same_with_and_without_the_head():
