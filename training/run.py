@@ -106,7 +106,8 @@ class RunFolder:
 
     def enter(self) -> dict[str, Any] | None:
         """Returns the summary of the run in this folder if that run is finished; otherwise returns
-        None, and locks the folder if it exists. Only the first rank calls this method.
+        None, locks the folder if it exists, and prints a line if the process that ran there last
+        was killed. Only the first rank calls this method.
 
         UserError if `resume` does not fit what the folder holds, or another run holds the lock.
         """
@@ -123,12 +124,20 @@ class RunFolder:
         finished = read_finished_summary(self.cfg, self.folder)
         if finished is None and self.folder.exists():
             self.claim_folder()
+            # Say if the process that ran here last was killed: no other process runs here now, for
+            # this one has the lock.
+            if (self.folder / RUNNING_FILE).exists():
+                steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
+                print(
+                    f"the last start in {self.folder} ended without a word after step "
+                    f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
+                    flush=True,
+                )
         return finished
 
     def claim_folder(self) -> None:
         """Creates the run folder if it does not exist, and locks it if this process has not locked
-        it yet. Prints a line if the process that ran here last was killed. Raises UserError if
-        another run holds the lock."""
+        it yet. Raises UserError if another run holds the lock."""
         if self.lock is not None:
             return
         key = f"run_dir={self.folder}"
@@ -142,15 +151,6 @@ class RunFolder:
             raise UserError(
                 f"{key} cannot be written to ({error.strerror}); choose another folder."
             ) from error
-
-        # The lock says that no other process runs here now.
-        if (self.folder / RUNNING_FILE).exists():
-            steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
-            print(
-                f"the last start in {self.folder} ended without a word after step "
-                f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
-                flush=True,
-            )
 
     def settle_length(self) -> None:
         """Sets `cfg`, and that of `composed`, to the configuration with the run's length."""

@@ -64,6 +64,7 @@ def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):
     start("fastrun")
     output = start("fullrun", f"run_dir={tmp_path / 'second'}")
     assert f"latest fastrun of this model and runtime: {tmp_path / 'fastrun'}" in output
+    assert "ended without a word" not in output
 
 
 def test_data_without_classes_is_trained_on_and_sampled(run, tmp_path):
