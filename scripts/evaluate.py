@@ -20,7 +20,6 @@ $XDG_CACHE_HOME or ~/.cache; processes on several machines must share that folde
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +27,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from common.config.compose import parse_words, refuse_drawing, refuse_missing
+from common.config.compose import refuse_drawing, refuse_missing
 from common.config.schema import EnoughSamples, FdConfig, Positive
 from common.distributed.exit import resumable_command
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
-from scripts.commands import format_table
+from scripts.commands import format_table, run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,10 +163,5 @@ def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([format_table(rows), *reasons])
 
 
-def main() -> None:
-    with resumable_command():
-        evaluate_run(parse_words(EvaluateConfig, sys.argv[1:], __doc__ or ""))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(evaluate_run, EvaluateConfig, __doc__, resumable_command)

@@ -21,17 +21,16 @@ import contextlib
 import hashlib
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config.compose import parse_words, refuse_missing, report_user_errors
+from common.config.compose import refuse_missing
 from common.config.schema import Positive, PrecomputeConfig, refuse_unset, refuse_values
 from common.errors import UserError
 from common.text import split_lines
-from scripts.commands import find_encoder_node
+from scripts.commands import find_encoder_node, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -400,8 +399,7 @@ def write_shards(
 
 
 def main() -> None:
-    with report_user_errors():
-        import_latents(check_config(parse_words(ImportConfig, sys.argv[1:], __doc__ or "")))
+    run_command(lambda cfg: import_latents(check_config(cfg)), ImportConfig, __doc__)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ statistics=. docs/exchange.md explains the conversion.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.compose import parse_words, refuse_missing, report_user_errors
+from common.config.compose import refuse_missing
 from common.config.schema import refuse_unset
 from common.errors import UserError
+from scripts.commands import run_command
 
 if TYPE_CHECKING:
     from data.spec import LatentSpec
@@ -213,5 +213,4 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
 
 
 if __name__ == "__main__":
-    with report_user_errors():
-        import_weights(parse_words(WeightsConfig, sys.argv[1:], __doc__ or ""))
+    run_command(import_weights, WeightsConfig, __doc__)

@@ -15,16 +15,16 @@ file of fastlatent with the adapter merged. `push` uploads the folder with the l
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.compose import parse_words, refuse_no_weights, report_user_errors
+from common.config.compose import refuse_no_weights
 from common.config.schema import RuntimeConfig
 from common.errors import UserError
 from sampling.draw import ModelConfig
+from scripts.commands import run_command
 
 if TYPE_CHECKING:
     from sampling.load import TrainedModel
@@ -233,5 +233,4 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    with report_user_errors():
-        export(parse_words(ExportConfig, sys.argv[1:], __doc__ or ""))
+    run_command(export, ExportConfig, __doc__)
