@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from sampling.draw import ResumableChunks
 
 CLIP = "clip_score"
+FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
+"""Names of the figures of a feature space."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,9 @@ def summarise(chunks: ResumableChunks, evaluator: Evaluator) -> dict[str, Any]:
 def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:
     """Formats the figures as a table, with a sentence for each figure that could not be
     computed."""
-    columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
-    rows: list[tuple[str, ...]] = [("features", *columns)]
+    rows: list[tuple[str, ...]] = [("features", *FIGURES)]
     for name, row in features.items():
-        rows.append((name, *("–" if row[c] is None else f"{row[c]:.4g}" for c in columns)))
+        rows.append((name, *("–" if row[c] is None else f"{row[c]:.4g}" for c in FIGURES)))
     reasons = [f"{name}: {row['why']}" for name, row in features.items() if "why" in row]
     return "\n".join([format_table(rows), *reasons])
 
