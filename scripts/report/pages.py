@@ -104,9 +104,12 @@ def render_card(run: History, how: str = "") -> str:
     """Returns the model card of a run, which begins with the front matter of the Hugging Face hub.
     `how` is Markdown that explains how to draw samples; if `how` is "", the card shows a command
     that samples from the run's weights file."""
-    settings = [key for key in SAMPLER_KEYS if f"sampling.{key}" in run.config]
-    words = [f"{key}={run.config[f'sampling.{key}']}" for key in settings]
-    command = ["python", "-m", "scripts.sample", "weights=ema.safetensors", *words]
+    words = [
+        f"{key}={run.config[f'sampling.{key}']}"
+        for key in SAMPLER_KEYS
+        if f"sampling.{key}" in run.config
+    ]
+    words = ["weights=ema.safetensors", *words, "out=samples/mine"]
     model = run.environment.get("choices.model", "model")
     objective = run.config["objective._target_"].rpartition(".")[2]
     tags = ["fastlatent", "latent-generative-model", model, objective]
@@ -119,7 +122,7 @@ def render_card(run: History, how: str = "") -> str:
         model=model,
         objective=objective,
         tags=Markup(json.dumps(tags)),
-        how=Markup(how or f"    {shlex.join([*command, 'out=samples/mine'])}"),
+        how=Markup(how or f"    python -m scripts.sample {shlex.join(words)}"),
         counts_copies=any(share != "" for share in shares),
         distances=[(key, *points[-1]) for key, points in run.distances.items() if points],
     )
