@@ -103,8 +103,7 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     if split == "train" and not problems:
         mean, std = compute_channel_statistics([sums.as_dict()])
         scale = max(manifest.std)
-        checks = (("mean", mean, manifest.mean), ("std", std, manifest.std))
-        for name, measured, stated in checks:
+        for name, measured, stated in (("mean", mean, manifest.mean), ("std", std, manifest.std)):
             if any(abs(a - b) > 1e-5 * scale for a, b in zip(measured, stated, strict=True)):
                 problems.append(
                     f"{source}/manifest.json: {name} is {stated}, but that of the latents is "
