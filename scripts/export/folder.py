@@ -19,7 +19,7 @@ from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
 from scripts.export.source import join_sources
 from training.checkpoint.files import write_tensors
-from training.weights.pretrained import list_targets
+from training.weights.pretrained import list_sizes, list_targets
 
 MODELLING = "modeling_fastlatent"
 TRANSFORMER = "FastlatentTransformer"
@@ -84,8 +84,6 @@ def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) 
 def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]) -> None:
     """Writes the denoiser to the folder `part`: code, configuration and weights."""
     spec = trained.spec
-    sizes = {name: vars(spec)[name] for name in ("channels", "height", "width")}
-    sizes["num_classes"] = spec.null_label
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
     if not node.get("attention_every"):
@@ -118,7 +116,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         "autoencoder": name_autoencoder(trained),
         "global_branches": bool(find_branches(trained)),
     }
-    config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **arguments, **AUTO_MAP}
+    config = {"_class_name": TRANSFORMER, **VERSION, **list_sizes(spec), **arguments, **AUTO_MAP}
     part.mkdir()
     (part / f"{MODELLING}.py").write_text(source)
     write_json(part / "config.json", config | {"latents": latents})
