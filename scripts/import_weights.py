@@ -120,9 +120,11 @@ def import_weights(cfg: WeightsConfig) -> Path:
             f"source={source}: {DIT_REFUSAL}. If it is none of DiT's, give the file another name."
         )
 
-    tensors = read_checkpoint(source, cfg.weights)
-    names = {name.removeprefix("module.") for name in tensors}
-    kind = "lightningdit" if names & LIGHTNINGDIT_NAMES else "sit"
+    tensors = {
+        name.removeprefix("module."): tensor
+        for name, tensor in read_checkpoint(source, cfg.weights).items()
+    }
+    kind = "lightningdit" if tensors.keys() & LIGHTNINGDIT_NAMES else "sit"
     if kind != cfg.kind:
         raise UserError(
             f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
