@@ -178,7 +178,8 @@ def import_latents(cfg: ImportConfig) -> Path:
             "below 0; give a share from 0 to 1."
         )
     node = find_encoder_node("encoder", str(cfg.encoder))
-    autoencoder = build(node, "encoder", kind=Autoencoder).to(pick_device(cfg.device))
+    device = pick_device(cfg.device)
+    autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
     if cfg.shift is None and autoencoder.shift_factor and cfg.scale != 1.0:
         raise UserError(
             f"shift is not set, and this encoder has one ({autoencoder.shift_factor}); say "
@@ -195,11 +196,12 @@ def import_latents(cfg: ImportConfig) -> Path:
         captions = None
         if cfg.captions is not None:
             texts = read_caption_list(cfg.captions, foreign.total)
-            caption_node = find_encoder_node("text_encoder", str(cfg.text_encoder))
             settings = PrecomputeConfig(
-                text_encoder=caption_node, shard_size=cfg.shard_size, block_size=cfg.block_size
+                text_encoder=find_encoder_node("text_encoder", str(cfg.text_encoder)),
+                shard_size=cfg.shard_size,
+                block_size=cfg.block_size,
             )
-            captions = CaptionJob(texts, settings, pick_device(cfg.device))
+            captions = CaptionJob(texts, settings, device)
         manifest = write_set(cfg, foreign, autoencoder, node, unfinished, captions)
         manifest.write(unfinished)
         rename(unfinished, out)
