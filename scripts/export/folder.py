@@ -50,9 +50,8 @@ def refuse_own_code(node: Mapping[str, Any]) -> None:
 
 def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) -> None:
     """Writes all files of the folder; if `include`, also the files of the autoencoder."""
-    node = trained.opened.description.model
-    refuse_own_code(node)
-    write_transformer(folder / "transformer", trained, node)
+    refuse_own_code(trained.opened.description.model)
+    write_transformer(folder / "transformer", trained)
 
     # Content of model_index.json, which diffusers' AutoModel reads before all other files.
     index = {"_class_name": ["pipeline", PIPELINE], **VERSION, **AUTO_MAP}
@@ -81,9 +80,10 @@ def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) 
     (folder / "README.md").write_text(card)
 
 
-def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]) -> None:
+def write_transformer(part: Path, trained: TrainedModel) -> None:
     """Writes the denoiser to the folder `part`: code, configuration and weights."""
     spec = trained.spec
+    node = trained.opened.description.model
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
     if not node.get("attention_every"):
