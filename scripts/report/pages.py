@@ -110,6 +110,7 @@ def render_card(run: History, how: str = "") -> str:
         if f"sampling.{key}" in run.config
     ]
     words = ["weights=ema.safetensors", *words, "out=samples/mine"]
+
     model = run.environment.get("choices.model", "model")
     objective = run.config["objective._target_"].rpartition(".")[2]
     tags = ["fastlatent", "latent-generative-model", model, objective]
