@@ -14,7 +14,6 @@ writes as weights=<file>.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from common.config.compose import parse_words, report_user_errors
 from common.errors import UserError
+from scripts.commands import run_command
 from training.checkpoint.files import METADATA_KEY
 from training.checkpoint.snapshots import Snapshot, list_snapshots, write_average
 from training.optim.power_averages import LENGTHS, find_exponent
@@ -125,5 +124,4 @@ def average(cfg: AverageConfig) -> Path:
 
 
 if __name__ == "__main__":
-    with report_user_errors():
-        average(parse_words(AverageConfig, sys.argv[1:], __doc__ or ""))
+    run_command(average, AverageConfig, __doc__)

@@ -1,16 +1,18 @@
-"""Helpers of this folder's commands: they split the arguments of a command line into the command's
-own keys and overrides of the training configuration, find encoders, format tables, and replace
-parts of pages."""
+"""Helpers of this folder's commands: they run a command, split the arguments of a command line into
+the command's own keys and overrides of the training configuration, find encoders, format tables,
+and replace parts of pages."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
-from common.config.compose import CONF_FOLDER, parse_words, parse_yaml
+from common.config.compose import CONF_FOLDER, parse_words, parse_yaml, report_user_errors
 from common.errors import UserError
 
 Keys = TypeVar("Keys")
@@ -22,6 +24,18 @@ ENCODER_CLASSES = {
     "text_encoder": "models.text_encoders.HubTextEncoder",
 }
 """Group of the configuration -> class that opens a folder or hub id."""
+
+
+def run_command(
+    run: Callable[[Keys], object],
+    schema: type[Keys],
+    help_text: str | None,
+    report_errors: Callable[[], AbstractContextManager[None]] = report_user_errors,
+) -> None:
+    """Runs the function `run` of a command with the keys of the command line, an instance of
+    `schema`; `report_errors` turns mistakes of the user into messages."""
+    with report_errors():
+        run(parse_words(schema, sys.argv[1:], help_text or ""))
 
 
 def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:

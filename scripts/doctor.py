@@ -69,15 +69,15 @@ def main(words: list[str] | None = None) -> int:
         if options.measure or options.kernels is not None:
             parser.error("--as measures nothing; leave out --measure and --kernels")
         with report_user_errors():
-            rows = compare_cards(options.cards)
-        print(json.dumps(rows, indent=1) if options.json else format_table(rows), flush=True)
-        return 0
-
-    findings = examine(options.measure)
-    if options.kernels is not None:
-        with report_user_errors():
-            findings["kernels"] = try_kernels(options.kernels)
-    print(json.dumps(findings, indent=1) if options.json else format_findings(findings), flush=True)
+            findings = compare_cards(options.cards)
+        page = format_table(findings)
+    else:
+        findings = examine(options.measure)
+        if options.kernels is not None:
+            with report_user_errors():
+                findings["kernels"] = try_kernels(options.kernels)
+        page = format_findings(findings)
+    print(json.dumps(findings, indent=1) if options.json else page, flush=True)
     return 0
 
 

@@ -20,7 +20,6 @@ $XDG_CACHE_HOME or ~/.cache; processes on several machines must share that folde
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +27,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from common.config.compose import parse_words, refuse_drawing, refuse_missing
+from common.config.compose import refuse_drawing, refuse_missing
 from common.config.schema import EnoughSamples, FdConfig, Positive
 from common.distributed.exit import resumable_command
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
-from scripts.commands import format_table
+from scripts.commands import format_table, run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from sampling.draw import ResumableChunks
 
 CLIP = "clip_score"
+FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
+"""Names of the figures of a feature space."""
 
 
 @dataclass(frozen=True)
@@ -156,18 +157,12 @@ def summarise(chunks: ResumableChunks, evaluator: Evaluator) -> dict[str, Any]:
 def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:
     """Formats the figures as a table, with a sentence for each figure that could not be
     computed."""
-    columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
-    rows: list[tuple[str, ...]] = [("features", *columns)]
+    rows: list[tuple[str, ...]] = [("features", *FIGURES)]
     for name, row in features.items():
-        rows.append((name, *("–" if row[c] is None else f"{row[c]:.4g}" for c in columns)))
+        rows.append((name, *("–" if row[c] is None else f"{row[c]:.4g}" for c in FIGURES)))
     reasons = [f"{name}: {row['why']}" for name, row in features.items() if "why" in row]
     return "\n".join([format_table(rows), *reasons])
 
 
-def main() -> None:
-    with resumable_command():
-        evaluate_run(parse_words(EvaluateConfig, sys.argv[1:], __doc__ or ""))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(evaluate_run, EvaluateConfig, __doc__, resumable_command)

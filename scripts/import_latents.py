@@ -21,17 +21,16 @@ import contextlib
 import hashlib
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config.compose import parse_words, refuse_missing, report_user_errors
+from common.config.compose import refuse_missing
 from common.config.schema import Positive, PrecomputeConfig, refuse_unset, refuse_values
 from common.errors import UserError
 from common.text import split_lines
-from scripts.commands import find_encoder_node
+from scripts.commands import find_encoder_node, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,7 +178,8 @@ def import_latents(cfg: ImportConfig) -> Path:
             "below 0; give a share from 0 to 1."
         )
     node = find_encoder_node("encoder", str(cfg.encoder))
-    autoencoder = build(node, "encoder", kind=Autoencoder).to(pick_device(cfg.device))
+    device = pick_device(cfg.device)
+    autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
     if cfg.shift is None and autoencoder.shift_factor and cfg.scale != 1.0:
         raise UserError(
             f"shift is not set, and this encoder has one ({autoencoder.shift_factor}); say "
@@ -196,11 +196,12 @@ def import_latents(cfg: ImportConfig) -> Path:
         captions = None
         if cfg.captions is not None:
             texts = read_caption_list(cfg.captions, foreign.total)
-            caption_node = find_encoder_node("text_encoder", str(cfg.text_encoder))
             settings = PrecomputeConfig(
-                text_encoder=caption_node, shard_size=cfg.shard_size, block_size=cfg.block_size
+                text_encoder=find_encoder_node("text_encoder", str(cfg.text_encoder)),
+                shard_size=cfg.shard_size,
+                block_size=cfg.block_size,
             )
-            captions = CaptionJob(texts, settings, pick_device(cfg.device))
+            captions = CaptionJob(texts, settings, device)
         manifest = write_set(cfg, foreign, autoencoder, node, unfinished, captions)
         manifest.write(unfinished)
         rename(unfinished, out)
@@ -400,8 +401,7 @@ def write_shards(
 
 
 def main() -> None:
-    with report_user_errors():
-        import_latents(check_config(parse_words(ImportConfig, sys.argv[1:], __doc__ or "")))
+    run_command(lambda cfg: import_latents(check_config(cfg)), ImportConfig, __doc__)
 
 
 if __name__ == "__main__":

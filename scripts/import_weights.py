@@ -18,15 +18,15 @@ statistics=. docs/exchange.md explains the conversion.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.compose import parse_words, refuse_missing, report_user_errors
+from common.config.compose import refuse_missing
 from common.config.schema import refuse_unset
 from common.errors import UserError
+from scripts.commands import run_command
 
 if TYPE_CHECKING:
     from data.spec import LatentSpec
@@ -120,9 +120,11 @@ def import_weights(cfg: WeightsConfig) -> Path:
             f"source={source}: {DIT_REFUSAL}. If it is none of DiT's, give the file another name."
         )
 
-    tensors = read_checkpoint(source, cfg.weights)
-    names = {name.removeprefix("module.") for name in tensors}
-    kind = "lightningdit" if names & LIGHTNINGDIT_NAMES else "sit"
+    tensors = {
+        name.removeprefix("module."): tensor
+        for name, tensor in read_checkpoint(source, cfg.weights).items()
+    }
+    kind = "lightningdit" if tensors.keys() & LIGHTNINGDIT_NAMES else "sit"
     if kind != cfg.kind:
         raise UserError(
             f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
@@ -213,5 +215,4 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
 
 
 if __name__ == "__main__":
-    with report_user_errors():
-        import_weights(parse_words(WeightsConfig, sys.argv[1:], __doc__ or ""))
+    run_command(import_weights, WeightsConfig, __doc__)

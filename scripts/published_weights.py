@@ -109,7 +109,7 @@ class Keys:
 
     def __init__(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         self.file = file
-        self.remaining = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        self.remaining = dict(tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self.remaining

@@ -18,7 +18,6 @@ equal batch_size. After a stop the same command continues from the pieces in <ou
 
 from __future__ import annotations
 
-import sys
 import zipfile
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,11 +28,12 @@ import numpy as np
 from annotated_types import Ge, Le
 from PIL import Image
 
-from common.config.compose import parse_words, refuse_drawing
+from common.config.compose import refuse_drawing
 from common.distributed.exit import resumable_command
 from common.errors import UserError
 from common.files import hash_content, replace_file, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
+from scripts.commands import run_command
 
 if TYPE_CHECKING:
     import torch
@@ -170,10 +170,5 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     write_grid(file, images, int(sizes[0]), names=rows, note=note)
 
 
-def main() -> None:
-    with resumable_command():
-        sample_run(parse_words(SampleConfig, sys.argv[1:], __doc__ or ""))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(sample_run, SampleConfig, __doc__, resumable_command)

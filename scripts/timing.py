@@ -45,8 +45,14 @@ def summarise(name: str, values: Sequence[float]) -> dict[str, float]:
     """Summarises repeated measurements in a dict: `name` (the median), `name_min`, `name_max`,
     `name_q1`, `name_q3` (the quartiles), and their number `n`."""
     low, q1, median, q3, high = np.quantile(values, (0.0, 0.25, 0.5, 0.75, 1.0)).tolist()
-    ends = {"min": low, "max": high, "q1": q1, "q3": q3}
-    return {name: median, **{f"{name}_{e}": value for e, value in ends.items()}, "n": len(values)}
+    return {
+        name: median,
+        f"{name}_min": low,
+        f"{name}_max": high,
+        f"{name}_q1": q1,
+        f"{name}_q3": q3,
+        "n": len(values),
+    }
 
 
 def compute_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config.compose import apply_schema, parse_words, refuse_no_set, report_user_errors
+from common.config.compose import apply_schema, refuse_no_set
 from common.config.schema import CaptionsMissing, PrecomputeConfig
 from common.errors import UserError
+from scripts.commands import run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,8 +103,7 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     if split == "train" and not problems:
         mean, std = compute_channel_statistics([sums.as_dict()])
         scale = max(manifest.std)
-        checks = (("mean", mean, manifest.mean), ("std", std, manifest.std))
-        for name, measured, stated in checks:
+        for name, measured, stated in (("mean", mean, manifest.mean), ("std", std, manifest.std)):
             if any(abs(a - b) > 1e-5 * scale for a, b in zip(measured, stated, strict=True)):
                 problems.append(
                     f"{source}/manifest.json: {name} is {stated}, but that of the latents is "
@@ -234,16 +233,15 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
     return to_input(torch.stack(pixels), torch.device("cpu"))
 
 
-def main() -> None:
-    with report_user_errors():
-        cfg = parse_words(VerifyConfig, sys.argv[1:], __doc__ or "")
-        problems = verify(cfg)
-        if problems:
-            raise UserError(
-                f"path={cfg.path}: {len(problems)} problems, listed above; run "
-                "precompute_latents.py again to rebuild."
-            )
+def refuse_problems(cfg: VerifyConfig) -> None:
+    """Checks the set as `verify` does. Raises UserError if it has problems."""
+    problems = verify(cfg)
+    if problems:
+        raise UserError(
+            f"path={cfg.path}: {len(problems)} problems, listed above; run "
+            "precompute_latents.py again to rebuild."
+        )
 
 
 if __name__ == "__main__":
-    main()
+    run_command(refuse_problems, VerifyConfig, __doc__)

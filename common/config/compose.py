@@ -375,7 +375,7 @@ def refuse_drawing(cfg: Any) -> None:
     names = {field.name for field in fields(SamplingConfig)}
     given = {k: value for k, value in vars(cfg).items() if k in names and value is not None}
     SamplingConfig(**given).check(prefix="")
-    refuse_no_weights("weights" if cfg.weights else "run_dir", cfg.weights or cfg.run_dir)
+    refuse_no_weights(cfg.key, cfg.path)
 
 
 def refuse_no_weights(key: str, path: str | None) -> None:

@@ -15,16 +15,16 @@ file of fastlatent with the adapter merged. `push` uploads the folder with the l
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.compose import parse_words, refuse_no_weights, report_user_errors
+from common.config.compose import refuse_no_weights
 from common.config.schema import RuntimeConfig
 from common.errors import UserError
 from sampling.draw import ModelConfig
+from scripts.commands import run_command
 
 if TYPE_CHECKING:
     from sampling.load import TrainedModel
@@ -80,24 +80,22 @@ def export(cfg: ExportConfig) -> Path:
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
     # If an earlier call, such as one with dry_run=true, has already written the folder, only upload
     # it.
-    if cfg.push is not None and (out / "model_index.json").is_file():
-        push(out, cfg.push, cfg.dry_run)
-        return out
-    for path in (out, temporary):
-        if path.exists():
-            raise UserError(
-                f"out={cfg.out}: {path} is there already; choose another path, or delete it."
-            )
-    from common.files import make_folder, rename
+    if cfg.push is None or not (out / "model_index.json").is_file():
+        for path in (out, temporary):
+            if path.exists():
+                raise UserError(
+                    f"out={cfg.out}: {path} is there already; choose another path, or delete it."
+                )
+        from common.files import make_folder, rename
 
-    make_folder(out.parent)
-    try:
-        WRITERS[cfg.format](cfg, temporary)
-        rename(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
-    print(out, flush=True)
+        make_folder(out.parent)
+        try:
+            WRITERS[cfg.format](cfg, temporary)
+            rename(temporary, out)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.unlink(missing_ok=True)
+        print(out, flush=True)
     if cfg.push is not None:
         push(out, cfg.push, cfg.dry_run)
     return out
@@ -194,11 +192,11 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
             f"({name_autoencoder(trained)}) does, and one that opens its files gives wrong "
             "colours. `python -m scripts.sample` draws images with the run."
         )
-    place = cfg.push or str(cfg.out)
     code = (
         "from diffusers import DiffusionPipeline\n\n# trust_remote_code runs Python files of this "
         "folder: no library has this model or its sampler. Read them first.\n"
-        f'pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True{options})\n'
+        f'pipe = DiffusionPipeline.from_pretrained("{cfg.push or cfg.out}", '
+        f"trust_remote_code=True{options})\n"
         f"{last}"
     )
     return f"```python\n{code}\n```{note}"
@@ -233,5 +231,4 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    with report_user_errors():
-        export(parse_words(ExportConfig, sys.argv[1:], __doc__ or ""))
+    run_command(export, ExportConfig, __doc__)

@@ -67,8 +67,11 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
     ) -> None:
         # `register_to_config` has put all arguments into `config`, beside keys of its own, which
         # begin with _. Leave out layers that are not given, so that the model has its defaults.
-        keys = [key for key in self.config if key != "latents" and not key.startswith("_")]
-        arguments = {key: self.config[key] for key in keys}
+        arguments = {
+            key: value
+            for key, value in self.config.items()
+            if key != "latents" and not key.startswith("_")
+        }
         for key in ("mixer", "attention", "mlp"):
             node = arguments.pop(key)
             if node:

@@ -19,7 +19,7 @@ from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
 from scripts.export.source import join_sources
 from training.checkpoint.files import write_tensors
-from training.weights.pretrained import list_targets
+from training.weights.pretrained import list_sizes, list_targets
 
 MODELLING = "modeling_fastlatent"
 TRANSFORMER = "FastlatentTransformer"
@@ -50,9 +50,8 @@ def refuse_own_code(node: Mapping[str, Any]) -> None:
 
 def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) -> None:
     """Writes all files of the folder; if `include`, also the files of the autoencoder."""
-    node = trained.opened.description.model
-    refuse_own_code(node)
-    write_transformer(folder / "transformer", trained, node)
+    refuse_own_code(trained.opened.description.model)
+    write_transformer(folder / "transformer", trained)
 
     # Content of model_index.json, which diffusers' AutoModel reads before all other files.
     index = {"_class_name": ["pipeline", PIPELINE], **VERSION, **AUTO_MAP}
@@ -81,11 +80,10 @@ def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) 
     (folder / "README.md").write_text(card)
 
 
-def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]) -> None:
+def write_transformer(part: Path, trained: TrainedModel) -> None:
     """Writes the denoiser to the folder `part`: code, configuration and weights."""
     spec = trained.spec
-    sizes = {name: vars(spec)[name] for name in ("channels", "height", "width")}
-    sizes["num_classes"] = spec.null_label
+    node = trained.opened.description.model
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
     if not node.get("attention_every"):
@@ -118,7 +116,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         "autoencoder": name_autoencoder(trained),
         "global_branches": bool(find_branches(trained)),
     }
-    config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **arguments, **AUTO_MAP}
+    config = {"_class_name": TRANSFORMER, **VERSION, **list_sizes(spec), **arguments, **AUTO_MAP}
     part.mkdir()
     (part / f"{MODELLING}.py").write_text(source)
     write_json(part / "config.json", config | {"latents": latents})

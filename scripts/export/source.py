@@ -40,13 +40,11 @@ class Cut(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         return None if node.name in TRAINING_METHODS else self.generic_visit(node)
 
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+    def visit_If(self, node: ast.If | ast.IfExp) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
         return node.orelse if is_off(node.test) or not node.body else node
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        self.generic_visit(node)
-        return node.orelse if is_off(node.test) else node
+    visit_IfExp = visit_If  # noqa: N815 - a name of `ast`
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
         return None if all(map(is_off, node.targets)) else self.generic_visit(node)
@@ -116,13 +114,12 @@ class File:
         elif node is not None and self.modules.get(name) != module:
             assert name not in self.modules, f"two definitions are called {name}"
             self.modules[name] = module
-            kept = Cut().visit(copy.deepcopy(node))
-            for part in ast.walk(kept):
-                if isinstance(part, ast.Name):
-                    self.add(module, part.id)
             decorators = getattr(node, "decorator_list", [])
             start = min(part.lineno for part in [node, *decorators]) - 1
             text = "\n".join(keep_lines(lines, node, start))
+            for part in ast.walk(ast.parse(text)):
+                if isinstance(part, ast.Name):
+                    self.add(module, part.id)
             self.parts.append(f"# From {module.replace('.', '/')}.py\n{text}")
 
     def add_import(self, node: ast.Import | ast.ImportFrom, name: str) -> None:

@@ -9,13 +9,13 @@ matplotlib: pip install 'fastlatent[report]'. Weights & Biases and TensorBoard c
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.config.compose import parse_words, refuse_missing, report_user_errors
+from common.config.compose import refuse_missing
 from common.errors import UserError
+from scripts.commands import run_command
 
 
 @dataclass(frozen=True)
@@ -63,5 +63,4 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
 
 
 if __name__ == "__main__":
-    with report_user_errors():
-        report(parse_words(ReportConfig, sys.argv[1:], __doc__ or ""))
+    run_command(report, ReportConfig, __doc__)

@@ -16,12 +16,13 @@ from common.errors import UserError
 from common.files import hash_file, read_object
 from common.text import is_figure
 from common.trees import flatten
+from scripts.evaluate import FIGURES
 from training.checkpoint.load import list_complete, read_newest, read_state_file
 from training.records.metrics import read_metrics
 from training.weights.pretrained import read_tensors
 
-FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied", "why")
-HEADS = ("file", "weights", "features", *FIGURES)
+FIGURE_COLUMNS = (*FIGURES, "why")
+HEADS = ("file", "weights", "features", *FIGURE_COLUMNS)
 UNFINISHED = "no: there is no summary.json, and figures are the last logged ones"
 
 
@@ -112,7 +113,7 @@ class History:
             settings = flatten(content["protocol"])
             weights = f"{settings['weights.kind']} step {format_cell(settings['weights.step'])}"
             rows = [
-                [file.name, weights, space, *(figures.get(key, "") for key in FIGURES)]
+                [file.name, weights, space, *(figures.get(key, "") for key in FIGURE_COLUMNS)]
                 for space, figures in content["features"].items()
             ]
         except (KeyError, AttributeError):

@@ -104,9 +104,13 @@ def render_card(run: History, how: str = "") -> str:
     """Returns the model card of a run, which begins with the front matter of the Hugging Face hub.
     `how` is Markdown that explains how to draw samples; if `how` is "", the card shows a command
     that samples from the run's weights file."""
-    settings = [key for key in SAMPLER_KEYS if f"sampling.{key}" in run.config]
-    words = [f"{key}={run.config[f'sampling.{key}']}" for key in settings]
-    command = ["python", "-m", "scripts.sample", "weights=ema.safetensors", *words]
+    words = [
+        f"{key}={run.config[f'sampling.{key}']}"
+        for key in SAMPLER_KEYS
+        if f"sampling.{key}" in run.config
+    ]
+    words = ["weights=ema.safetensors", *words, "out=samples/mine"]
+
     model = run.environment.get("choices.model", "model")
     objective = run.config["objective._target_"].rpartition(".")[2]
     tags = ["fastlatent", "latent-generative-model", model, objective]
@@ -119,7 +123,7 @@ def render_card(run: History, how: str = "") -> str:
         model=model,
         objective=objective,
         tags=Markup(json.dumps(tags)),
-        how=Markup(how or f"    {shlex.join([*command, 'out=samples/mine'])}"),
+        how=Markup(how or f"    python -m scripts.sample {shlex.join(words)}"),
         counts_copies=any(share != "" for share in shares),
         distances=[(key, *points[-1]) for key, points in run.distances.items() if points],
     )
@@ -148,13 +152,13 @@ class Plot(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Points of one key, at least one of them finite, and the style of the line."""
+    """Points of one key, at least one of them finite, and the colour of the line."""
 
     label: str
     points: list[tuple[float, float]]
     values: list[float]
     """Finite y values."""
-    style: dict[str, Any]
+    color: str
 
 
 TRAINING_PLOTS = (
@@ -210,10 +214,9 @@ def collect_curves(plot: Plot, run: History) -> list[Curve]:
         values = [y for _, y in points if math.isfinite(y)]
         label = re.sub(r"^eval_loss_t([\d.]+)_([\d.]+)$", r"t \1 to \2", key).replace("_", " ")
         label = {"eval_loss": "held-out loss", "loss": "training loss"}.get(key, label)
-        shade = SHADES[max(round(i * len(SHADES) / len(keys)), 1) - 1]
-        style = {"color": shade, "marker": "o" if len(points) <= 30 else ""}
+        color = SHADES[max(round(i * len(SHADES) / len(keys)), 1) - 1]
         if values:
-            curves.append(Curve(label, points, values, style))
+            curves.append(Curve(label, points, values, color))
     return curves
 
 
@@ -232,7 +235,8 @@ def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
         axes = figure.add_axes((0.13, 0.15, 0.84, 0.75))
         for curve in curves:
             xs, ys = zip(*curve.points, strict=True)
-            axes.plot(xs, ys, label=curve.label, markersize=3, **curve.style)
+            marker = "o" if len(xs) <= 30 else ""
+            axes.plot(xs, ys, color=curve.color, marker=marker, markersize=3, label=curve.label)
         if plot.floor is not None:
             axes.axhline(plot.floor, color="#5c636b", linestyle=":", label="the reference's floor")
             values.append(plot.floor)

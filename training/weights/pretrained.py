@@ -358,11 +358,20 @@ def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device)
     return model
 
 
+def list_sizes(spec: LatentSpec) -> dict[str, Any]:
+    """Returns a dict: name of an argument of the denoiser -> size that `spec` determines."""
+    return {
+        "channels": spec.channels,
+        "height": spec.height,
+        "width": spec.width,
+        "num_classes": spec.null_label,
+    }
+
+
 def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
     """Builds the denoiser that the configuration `node` describes, for latents of `spec`, on the
     meta device: its tensors have shapes, but no values and no memory."""
-    shape: dict[str, Any] = {n: vars(spec)[n] for n in ("channels", "height", "width")}
-    shape["num_classes"] = spec.null_label
+    shape = list_sizes(spec)
     if node.get("conditioning", "class") != "class":
         shape["text"] = spec.text and asdict(spec.text)
     with torch.device("meta"):
