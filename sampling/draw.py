@@ -223,15 +223,8 @@ class SampleJob:
     def describe_protocol(self) -> dict[str, Any]:
         """Returns setting -> value for all settings on which a metric of these samples, such as a
         Fréchet distance, depends."""
-        opened = self.trained.opened
-        weights = {
-            "file": str(opened.file),
-            "sha256": opened.sha256,
-            "kind": opened.description.weights,
-            "step": opened.description.step,
-        }
         settings = self.stream.describe_protocol(self.trained.stack, self.cfg.count)
-        return settings | {"weights": weights}
+        return settings | {"weights": self.trained.weights}
 
     def run(
         self,
@@ -260,7 +253,7 @@ class SampleJob:
             **self.describe_protocol(),
             # Identify the weights by their hash, so that the job resumes even if their file was
             # moved.
-            "weights": self.trained.opened.sha256,
+            "weights": self.trained.weights["sha256"],
             **job,
             "batch_size": cfg.batch_size,
             "techniques": {row.key: row.active for row in self.ledger},

@@ -119,6 +119,17 @@ class TrainedModel:
         source = {"prompts": hash_content([numbers, *prompts])}
         return Conditions(source, classes.labels, text.numbers, prompts, text)
 
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Dict with the file, sha256, kind ("ema" or "model") and training step of the weights."""
+        description = self.opened.description
+        return {
+            "file": str(self.file),
+            "sha256": self.opened.sha256,
+            "kind": description.weights,
+            "step": description.step,
+        }
+
     def change_sampling(self, **changes: Any) -> SamplingConfig:
         """Returns the run's configuration `sampling` with the values of `changes`. Raises
         UserError if a value is invalid."""
