@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from common.config.contradictions import check_contradictions, check_momentum, check_nccl, is_colour
+from common.config.contradictions import (
+    SHARDED_MODES,
+    check_contradictions,
+    check_momentum,
+    check_nccl,
+    is_colour,
+)
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +90,7 @@ class ParallelConfig:
                 f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out "
                 f"with mode={self.mode}."
             )
-        if self.cpu_offload and self.mode not in (ParallelMode.fsdp, ParallelMode.hsdp):
+        if self.cpu_offload and self.mode not in SHARDED_MODES:
             raise UserError(
                 "runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with "
                 f"mode={self.mode}."
