@@ -137,7 +137,8 @@ def find_folder(
             f"{key}={path} is no local folder, and the download from the hub failed "
             f"({type(error).__name__}); check the id, the network, or give a local folder."
         ) from error
-    return folder, folder.name  # the hub's cache names a folder by its commit
+    # The hub's cache names a folder by its commit.
+    return folder, folder.name
 
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
