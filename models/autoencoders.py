@@ -68,6 +68,7 @@ class DiffusersAutoencoder(Autoencoder):
             "'owner/name'; give a folder in the format of diffusers.",
             revision,
         )
+
         folder = repository / (subfolder or "")
         weights = folder / WEIGHTS_FILE
         config_file = folder / "config.json"
