@@ -1,19 +1,14 @@
-"""Imports libraries without their warnings, explains a missing library to the user, and disables
-TF32 for a block of code."""
+"""Silences libraries, and disables TF32, for a block of code."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
-
-from common.errors import UserError
 
 
 @contextmanager
@@ -42,20 +37,6 @@ def silence_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def import_optional(module: str, wanted_by: str) -> ModuleType:
-    """Imports `module` without its warnings. Raises UserError if its package is missing; the
-    message then says that `wanted_by`, such as "optim=adamw_8bit", needs the package."""
-    package = module.partition(".")[0]
-    try:
-        with silence_libraries():
-            return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"{wanted_by} needs the package {package} ({error}); pip install {package}, or choose "
-            "another optim."
-        ) from error
 
 
 @contextmanager

@@ -6,11 +6,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
-Item = TypeVar("Item")
 LINE_INTERVAL_SECONDS = 10.0
 """Seconds between two printed lines of progress; used if stderr is no terminal, so that no progress
 bar is shown."""
@@ -80,18 +79,6 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
-
-
-def show_progress(items: Iterable[Item], total: int, unit: str, silent: bool) -> Iterator[Item]:
-    """Yields the items, and shows in a progress bar how many of `total` items the caller has
-    finished; `unit` is their name, such as "batches"."""
-    progress = Progress(total, unit, silent=silent, lasting=False)
-    try:
-        for item in items:
-            yield item
-            progress.advance(1)
-    finally:
-        progress.close()
 
 
 class AdvisoryStream:

@@ -233,7 +233,7 @@ class Dinov2Features(Features):
 
         model = import_attribute(self.name, "transformers", "Dinov2Model")
         files = ["config.json", "model.safetensors"]
-        folder = find_folder(self.name, path, files, "facebook/dinov2-base.")
+        folder, _ = find_folder(self.name, path, files, "facebook/dinov2-base.")
         config = folder / "config.json"
         if not config.is_file():
             raise UserError(

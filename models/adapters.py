@@ -181,8 +181,9 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
     Raises UserError if the model has no layer that the adapter fits.
     """
     model.requires_grad_(False)
-    for table in [m.table for m in model.modules() if isinstance(m, LabelEmbedding)]:
-        table.weight.requires_grad_(train_labels)
+    for module in model.modules():
+        if isinstance(module, LabelEmbedding):
+            module.requires_grad_(train_labels)
     layers = {name: adapter.adapt(name, layer) for name, layer in model.named_modules()}
     adapted = {name: layer for name, layer in layers.items() if layer}
     if not adapted:

@@ -61,16 +61,15 @@ class DiffusersAutoencoder(Autoencoder):
     ) -> None:
         super().__init__()
         prefix = f"{subfolder}/" if subfolder else ""
-        repository = find_folder(
+        repository, self.revision = find_folder(
             "encoder.path",
             path,
             [f"{prefix}config.json", f"{prefix}{WEIGHTS_FILE}"],
             "'owner/name'; give a folder in the format of diffusers.",
             revision,
         )
+
         folder = repository / (subfolder or "")
-        # For a hub id, store the commit, which is the name of the folder in the hub's cache.
-        self.revision = None if is_folder(path) else repository.name
         weights = folder / WEIGHTS_FILE
         config_file = folder / "config.json"
         for file in (config_file, weights):
@@ -114,22 +113,18 @@ class DiffusersAutoencoder(Autoencoder):
         return self.vae.decode(latents).sample.float()  # pyright: ignore[reportCallIssue]
 
 
-def is_folder(path: str) -> bool:
-    """Returns whether `path` is an existing local folder."""
-    return os.path.isdir(os.path.expanduser(path))
-
-
 def find_folder(
     key: str, path: str, files: list[str], example: str, revision: str | None = None
-) -> Path:
-    """Returns `path` if it is a local folder; otherwise treats `path` as a hub id, downloads
-    `files`, and returns the folder in the hub's cache.
+) -> tuple[Path, str | None]:
+    """Returns `path` and None if it is a local folder; otherwise treats `path` as a hub id,
+    downloads `files`, and returns the folder in the hub's cache and the commit of the files.
 
     Error messages show `key`, the configuration key that holds the path, and `example`, an example
     of a hub id.
     """
-    if is_folder(path):
-        return Path(os.path.expanduser(path))
+    local = os.path.expanduser(path)
+    if os.path.isdir(local):
+        return Path(local), None
     if path.count("/") != 1 or path.startswith((".", "/", "~")) or os.path.exists(path):
         raise UserError(
             f"{key}={path} is neither an existing folder nor a hub id such as {example}"
@@ -137,12 +132,14 @@ def find_folder(
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=files))
+        folder = Path(snapshot_download(path, revision=revision, allow_patterns=files))
     except Exception as error:
         raise UserError(
             f"{key}={path} is no local folder, and the download from the hub failed "
             f"({type(error).__name__}); check the id, the network, or give a local folder."
         ) from error
+    # The hub's cache names a folder by its commit.
+    return folder, folder.name
 
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:

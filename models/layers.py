@@ -87,7 +87,7 @@ FREQUENCIES = 128
 """Number of frequencies of the sinusoids that embed the time."""
 
 
-class TimestepEmbedding(nn.Module):
+class TimestepEmbedding(Layer):
     """Embeds the time t by sinusoids of scale·t, computed in fp32, and a two-layer MLP (Nichol &
     Dhariwal 2021)."""
 
@@ -104,7 +104,7 @@ class TimestepEmbedding(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample, for any number of tokens."""
-        return 2 * (self.fc1.weight.numel() + self.fc2.weight.numel())
+        return super().flops(1)
 
     def forward(self, t: Float[Tensor, "B"]) -> Float[Tensor, "B D"]:
         exponents = torch.arange(FREQUENCIES, device=t.device, dtype=torch.float32) / FREQUENCIES

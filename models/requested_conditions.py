@@ -42,9 +42,9 @@ def pair_conditions(
 def list_values(values: Any) -> list[Any]:
     """Returns one value, a sequence, an array or None as a list."""
     values = values.tolist() if hasattr(values, "tolist") else values
-    if values is None or isinstance(values, str | Number):
-        return [] if values is None else [values]
-    return [*values]
+    if values is None:
+        return []
+    return [values] if isinstance(values, str | Number) else [*values]
 
 
 def find_class_numbers(labels: Sequence[int | str], names: list[str], count: int) -> list[int]:

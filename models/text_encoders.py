@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.files import hash_file
 from common.libraries import silence_libraries
 from common.text import shorten_error
-from models.autoencoders import find_folder, is_folder
+from models.autoencoders import find_folder
 
 TEXT_CLASSES = {
     "clip": "CLIPTextModel",
@@ -60,13 +60,13 @@ def hash_files(files: Sequence[Path]) -> str:
 
 def open_transformers(
     key: str, path: str, revision: str | None = None, kind: str = "", dtype: str = "float32"
-) -> tuple[Any, Any, Path, str]:
+) -> tuple[Any, Any, str | None, str]:
     """Opens what the library transformers saved in a folder, or in a repository of the Hugging Face
     hub at the commit `revision`. Returns the frozen model, of the class `kind` or else of that in
-    `TEXT_CLASSES`; its tokenizer; the folder; and one sha256 of all files on which vectors depend.
-    Raises UserError, which names the key `key`, if that fails."""
+    `TEXT_CLASSES`; its tokenizer; the commit, None for a local folder; and one sha256 of all files
+    on which vectors depend. Raises UserError, which names the key `key`, if that fails."""
     example = f"'owner/name'; correct {key}, or give a local folder."
-    folder = find_folder(key, path, [*TEXT_FILES], example, revision)
+    folder, commit = find_folder(key, path, [*TEXT_FILES], example, revision)
     try:
         with silence_libraries():
             import transformers
@@ -101,7 +101,7 @@ def open_transformers(
             f"{min(missing)}; give the folder of another model."
         )
     files = [file for pattern in HASHED_FILES for file in folder.glob(pattern) if file.is_file()]
-    return model.eval().requires_grad_(False), tokenizer, folder, hash_files(files)
+    return model.eval().requires_grad_(False), tokenizer, commit, hash_files(files)
 
 
 class HubTextEncoder(TextEncoder):
@@ -119,11 +119,10 @@ class HubTextEncoder(TextEncoder):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     ) -> None:
         super().__init__()
-        self.model, self.tokenizer, folder, self.weights_sha256 = open_transformers(
+        self.model, self.tokenizer, self.revision, self.weights_sha256 = open_transformers(
             "text_encoder.path", path, revision, dtype=dtype
         )
         self.kind = type(self.model).__name__
-        self.revision = None if is_folder(path) else folder.name
         places = getattr(self.model.config, "max_position_embeddings", MAX_TOKENS)
         self.max_length = min(self.tokenizer.model_max_length, places, MAX_TOKENS)
         try:

@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from common.clock import CLOCK
 from common.distributed.ranks import Ranks
-from common.output import show_progress
+from common.output import Progress
 from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
 from training.assemble import Training
@@ -86,9 +87,11 @@ def share_work(
     iterator = iter(items)
     rank_results = []
     rounds = range(0, count, ranks.world_size)
-    for _ in show_progress(rounds, len(rounds), unit, not ranks.first):
-        round_items = list(islice(iterator, ranks.world_size))
-        rank_results.append(work(round_items[min(ranks.rank, len(round_items) - 1)]))
+    with closing(Progress(len(rounds), unit, silent=not ranks.first, lasting=False)) as progress:
+        for _ in rounds:
+            round_items = list(islice(iterator, ranks.world_size))
+            rank_results.append(work(round_items[min(ranks.rank, len(round_items) - 1)]))
+            progress.advance(1)
     rounds_of_results = zip(*ranks.gather_objects(rank_results), strict=True)
     return [result for results in rounds_of_results for result in results][:count]
 

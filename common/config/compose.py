@@ -306,7 +306,7 @@ def apply_schema(schema: type[Words], values: Any, words: list[str]) -> Words:
     A key that the dataclass lacks, or a value of another type, raises a UserError. Its message
     quotes the word of `words`, the command line, that set the key.
     """
-    node = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
+    node = OmegaConf.create(values)
     try:
         plain = OmegaConf.to_container(node, resolve=True)
         refuse_strange_numbers(plain)
@@ -344,8 +344,7 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
     or lacks the expected files, or if an output folder is a file."""
     if isinstance(cfg, PrecomputeConfig):
         refuse_missing("source", cfg.source, "name a folder of images, or tars")
-        if isinstance(cfg.held_out, str):
-            refuse_missing("held_out", cfg.held_out, "name a folder of images, or tars")
+        refuse_missing("held_out", cfg.held_out, "name a folder of images, or tars")
         refuse_missing("reuse", cfg.reuse, "name the out of an earlier command", "job.json")
         refuse_file("out", cfg.out)
         return

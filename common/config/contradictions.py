@@ -129,14 +129,6 @@ def check_contradictions(
         )
 
 
-def check_momentum(optim: Mapping[str, Any]) -> None:
-    """Raises UserError for a momentum below 0 or from 1 on, with which the updates diverge;
-    `optim` is the optimizer's configuration node."""
-    momentum = optim.get("momentum", 0.0)
-    if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
-        raise UserError(f"optim.momentum={momentum} must be at least 0 and below 1.")
-
-
 def check_nccl(variables: Iterable[str]) -> None:
     """Raises UserError for an environment variable whose name is not in `NCCL_VARIABLES`.
 

@@ -29,7 +29,7 @@ FAULT_IN_FILE = re.compile(r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)")
 def explain(error: Exception, words: list[str], schema: type) -> str:
     """Returns a sentence for the user about an error of Hydra or OmegaConf. `words` are the words
     of the command, `schema` is the dataclass of its configuration."""
-    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    cause = error.__cause__ or error
     override = getattr(cause, "override", None)
     if override:
         return describe_unreadable(str(override))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from common.config.contradictions import check_contradictions, check_momentum, check_nccl, is_colour
+from common.config.contradictions import SHARDED_MODES, check_contradictions, check_nccl, is_colour
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class ParallelConfig:
                 f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out "
                 f"with mode={self.mode}."
             )
-        if self.cpu_offload and self.mode not in (ParallelMode.fsdp, ParallelMode.hsdp):
+        if self.cpu_offload and self.mode not in SHARDED_MODES:
             raise UserError(
                 "runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with "
                 f"mode={self.mode}."
@@ -372,7 +372,11 @@ class TrainConfig:
             )
 
         # Refuse keys that contradict each other.
-        check_momentum(self.optim or {})
+        optim = self.optim or {}
+        momentum = optim.get("momentum", 0.0)
+        # With a momentum below 0 or from 1 on the updates diverge.
+        if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
+            raise UserError(f"optim.momentum={momentum} must be at least 0 and below 1.")
         self.sampling.check()
         refuse_unmeasured("keep_best", self.keep_best, ["eval_loss", *self.fd.list_scores()])
         if self.sweep_metric is not None:
@@ -387,9 +391,7 @@ class TrainConfig:
                 f"batch_size={self.batch_size} (global) is not a multiple of "
                 f"accumulation_steps={self.accumulation_steps}; change one of them."
             )
-        self.runtime.check(
-            self.accumulation_steps, self.deterministic, (self.optim or {}).get("_target_")
-        )
+        self.runtime.check(self.accumulation_steps, self.deterministic, optim.get("_target_"))
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,11 @@ VALUE_PATTERN = rf"({QUOTED_PATTERN}|[\[{{].+|\S+)"
 
 class Shape(NamedTuple):
     """A form in which text holds a secret, as two regular expressions: `before` matches the text
-    before the value, `value` the value. If `named` is true, the second group of `before` is the
-    value's name, which decides whether the value is a secret; if false, every value that matches is
-    a secret."""
+    before the value, `value` the value. The group `name` of `before`, the value's name, decides
+    whether the value is a secret; without such a group, every value that matches is a secret."""
 
     before: str
     value: str = VALUE_PATTERN
-    named: bool = False
 
 
 SHAPES = {
@@ -59,18 +57,15 @@ SHAPES = {
     "Cookie: name=value; name=value": Shape(r"(\b[Cc]ookie['\"]?\s*:\s*)", r"([^\r\n}\]]+)"),
     "Bearer value": Shape(r"(\b[Bb]earer\s+)(?!tokens?\s)", r"([^\s,;'\"<]+)"),
     "Basic value": Shape(r"(\b[Bb]asic\s+)", r"((?=\S*(?:=|[a-z\d][A-Z]))[\w+/-]{6,}=*)"),
-    "name=value": Shape(r"((?<![\w.-])([\w.-]+)\s*=\s*)", named=True),
-    "--name value": Shape(r"((?<!\S)--?([\w-]+)\s+)(?!-)", named=True),
-    "X-Name: value": Shape(r"(\b([A-Za-z]+-[\w-]+):\s*)", named=True),
+    "name=value": Shape(r"((?<![\w.-])(?P<name>[\w.-]+)\s*=\s*)"),
+    "--name value": Shape(r"((?<!\S)--?(?P<name>[\w-]+)\s+)(?!-)"),
+    "X-Name: value": Shape(r"(\b(?P<name>[A-Za-z]+-[\w-]+):\s*)"),
     "{name: value}": Shape(
-        r"([{,\[]\s*['\"]?([\w.-]+)['\"]?\s*:\s*)",
+        r"([{,\[]\s*['\"]?(?P<name>[\w.-]+)['\"]?\s*:\s*)",
         rf"({QUOTED_PATTERN}|(?:[^,}}\]]|,(?!\s*['\"]?[\w.-]+['\"]?\s*:))+)",
-        named=True,
     ),
     "name: value, a line": Shape(
-        r"((?m:^)[ \t-]*['\"]?([\w.-]+)['\"]?:[ \t]+)",
-        r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)",
-        named=True,
+        r"((?m:^)[ \t-]*['\"]?(?P<name>[\w.-]+)['\"]?:[ \t]+)", r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)"
     ),
     "a provider's own form": Shape(
         r"(?<![\w-])()",
@@ -119,7 +114,8 @@ def redact_matches(shape: Shape, text: str) -> str:
     form."""
 
     def replace(match: re.Match[str]) -> str:
-        if not shape.named or is_secret(match[2], match[3]):
+        name = match.groupdict().get("name")
+        if name is None or is_secret(name, match[3]):
             return match[1] + HIDDEN
         return match[1] + redact_matches(shape, match[3])
 

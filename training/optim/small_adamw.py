@@ -16,11 +16,13 @@ https://arxiv.org/abs/2309.01507 (4-bit).
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 
 import torch
 
 from accel.composite_optimizer import Groups, Members
-from common.libraries import import_optional
+from common.errors import UserError
+from common.libraries import silence_libraries
 
 
 class LibraryAdamW(Members):
@@ -40,7 +42,16 @@ class LibraryAdamW(Members):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        kind = getattr(import_optional(self.library, self.wanted_by), type(self).__name__)
+        package = self.library.partition(".")[0]
+        try:
+            with silence_libraries():
+                library = import_module(self.library)
+        except ImportError as error:
+            raise UserError(
+                f"{self.wanted_by} needs the package {package} ({error}); pip install {package}, "
+                "or choose another optim."
+            ) from error
+        kind = getattr(library, type(self).__name__)
         member = kind(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(groups, [member])
 

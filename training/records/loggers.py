@@ -67,7 +67,7 @@ class WandbLogger(NoLogger):
         if not id_file.is_file():
             id_file.write_text(secrets.token_hex(4))
 
-        def begin(mode: Literal["online", "offline"]) -> Any:
+        def begin() -> Any:
             return wandb.init(
                 project=self.project,
                 entity=self.entity,
@@ -76,7 +76,7 @@ class WandbLogger(NoLogger):
                 id=id_file.read_text(),
                 resume="allow",
                 config=dict(config),
-                mode=mode,
+                mode=self.mode,
                 settings=wandb.Settings(
                     init_timeout=30,
                     console="off",
@@ -89,7 +89,7 @@ class WandbLogger(NoLogger):
         words = sys.argv
         sys.argv = redact_words(words)
         try:
-            self.run = begin(self.mode)
+            self.run = begin()
         except Exception as error:
             # If W&B cannot start online (no key, no network, …), log offline, so that no data is
             # lost.
@@ -101,7 +101,8 @@ class WandbLogger(NoLogger):
             # The failed start left the run's id reserved in W&B's background service: stop the
             # service, so that the offline run can use the id.
             wandb.teardown()
-            self.run = begin("offline")
+            self.mode = "offline"
+            self.run = begin()
         finally:
             sys.argv = words
         self.run.define_metric("samples")
