@@ -288,6 +288,11 @@ class Denoiser(nn.Module):
             if p.ndim < 2 or name.rsplit(".", 1)[-1] in exempt or name.startswith("label_embed")
         }
 
+    def list_unclipped(self) -> list[nn.Parameter]:
+        """Lists the parameters whose gradients do not count for clipping: those of the internal
+        head, which must not change how the rest learns."""
+        return [] if self.internal is None else list(self.internal.parameters())
+
     def flops_per_sample(self) -> int:
         """Computes the FLOPs of one forward pass of one sample in training by formulas: matrix
         products, scan or attention, convolution, modulations, internal head.

@@ -80,10 +80,8 @@ class ModelWithHeads(nn.Module):
         return velocity, outputs
 
     def list_unclipped(self) -> list[nn.Parameter]:
-        """Lists the parameters whose gradients do not count for clipping: those of the internal
-        head, which must not change how the rest learns."""
-        internal = self.model.internal if "internal" in self.taps else None
-        return list(internal.parameters()) if internal else []
+        """See `Denoiser.list_unclipped`; none for a model without an internal head."""
+        return self.model.list_unclipped() if "internal" in self.taps else []
 
     def no_weight_decay(self) -> set[str]:
         """Returns the names of the parameters that get no weight decay: those of the model, and the

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 OWN_PACKAGES = ("common", "accel", "models", "scripts")
-TRAINING_METHODS = ("flops", "flops_per_sample", "no_weight_decay")
+TRAINING_METHODS = ("flops", "flops_per_sample", "list_unclipped", "no_weight_decay")
 """Methods that only training calls; `Cut` removes them."""
 
 
