@@ -264,7 +264,7 @@ class BlockReader:
         """Raises DamagedBlockError if a tensor's dtype or shape is not the manifest's, or if it has
         values that are not finite or out of range, such as labels that are no class."""
         actual = describe_tensor(tensor.shape, tensor.dtype)
-        expected = describe_tensor((samples, *self.shape), getattr(torch, self.manifest.dtype))
+        expected = describe_tensor((samples, *self.shape), self.manifest.torch_dtype)
         text = self.manifest.text
         if name == "labels":
             expected = describe_tensor((samples,), torch.int64)

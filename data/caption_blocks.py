@@ -35,7 +35,7 @@ class CaptionBlockReader(BlockReader):
 
     def check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
         spec = self.spec
-        token_dtype = getattr(torch, spec.dtype)
+        token_dtype = spec.torch_dtype
         expected = {
             "pooled": describe_tensor((samples, spec.width), torch.float16),
             "tokens": describe_tensor((samples, spec.max_tokens, spec.width), token_dtype),
@@ -75,5 +75,5 @@ def read_captions(
         rows = slice(place.first, place.first + place.block.samples)
         table.texts[rows] = json.loads(block["text"].numpy().tobytes())
         for name in names:
-            getattr(table.columns, name)[rows] = block[name]
+            table.columns._asdict()[name][rows] = block[name]
     return table

@@ -27,7 +27,7 @@ class CaptionTable:
         """Makes a table of zeros with the shapes and dtypes that `level` needs (see
         `LoaderArgs`)."""
         kept = spec.max_tokens if level == "tokens" else 0
-        dtype = getattr(torch, spec.dtype)
+        dtype = spec.torch_dtype
         self.spec = spec
         self.texts = [""] * spec.count
         self.columns = EncodedText(

@@ -116,6 +116,10 @@ class Manifest:
     """Description of the captions; None if the set has none."""
     format: Literal[2] = FORMAT
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
     def compute_fingerprint(self) -> str:
         """Returns a hash of everything in the set on which training depends: the shards, their
         order and `FINGERPRINT_FIELDS`."""
@@ -160,7 +164,7 @@ class Manifest:
         # smallest possible sample, which has latents and an int64 label.
         # The smallest caption is its pooled vector.
         values = (1 + self.flips) * self.channels * self.height * self.width
-        smallest = values * getattr(torch, self.dtype).itemsize + 8
+        smallest = values * self.torch_dtype.itemsize + 8
         if shard.split == "captions" and self.text is not None:
             smallest = 2 * self.text.width
         end = 0

@@ -47,6 +47,10 @@ class TextSpec:
     of its tokens."""
     empty_tokens: list[list[Finite]]
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
     def find_faults(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between fields."""
         rows = [self.empty_pooled, *self.empty_tokens]
