@@ -103,9 +103,8 @@ def list_samples(loader: LatentLoader, source: str, count: int) -> Samples:
         raise UserError(
             "prompts=held_out: the data has no held-out samples; take prompts=train or a file."
         )
-    return torch.cat([torch.stack((c.labels, c.numbers)) for c in conditions], dim=1)[
-        :, :count
-    ].cpu()
+    samples = torch.cat([torch.stack((c.labels, c.numbers)) for c in conditions], dim=1)
+    return samples[:, :count].cpu()
 
 
 def open_data(
