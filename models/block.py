@@ -118,7 +118,8 @@ class Block(nn.Module):
         vectors = cond.unbind(1)
         for i, layer in enumerate(self.layers):
             scale, shift, next_gate = vectors[3 * i : 3 * i + 3]
-            h, residual = self.normalise(branch, gate, residual, scale, shift, i)
+            rows = getattr(self, f"rows_{i + 1}")
+            h, residual = self.normalise(branch, gate, residual, scale, shift, i, h_rows=rows)
             branch = layer(h, **{name: context[name] for name in self.takes[i]})
             gate = next_gate
         return branch, gate, residual
@@ -131,10 +132,10 @@ class Block(nn.Module):
         scale: Tensor,
         shift: Tensor,
         layers: int,
+        h_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Adds a branch to the stream and norms the sum (`add_norm`) with this block's settings;
-        `layers` is the number of this block's layers that have already run. After all of them the
-        normed tokens are in the order of the stream."""
+        `layers` is the number of this block's layers that have already run."""
         normalise = fused_add_norm if self.fused_add_norm else add_norm
         return normalise(
             branch,
@@ -146,7 +147,7 @@ class Block(nn.Module):
             eps=self.eps,
             residual_in_fp32=self.residual_in_fp32,
             branch_rows=getattr(self, f"rows_{layers}"),
-            h_rows=getattr(self, f"rows_{layers + 1}", None),
+            h_rows=h_rows,
         )
 
     def read_stream(
