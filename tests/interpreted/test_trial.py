@@ -35,7 +35,8 @@ def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
     for key in available:
         switch(use.block, key, True)
     with ComparingMode() as comparing:
-        run_both_passes(use.block, draw_inputs(use.inputs, 3, CPU, seed=1), autocast())
+        inputs = draw_inputs(use.inputs, 3, CPU, seed=1)
+        run_both_passes(use.block, inputs, use.options, autocast())
     forward = set().union(*(OPERATORS[key] for key in available))
     backward = {name for op in forward for name in BACKWARD.get(op, {f"{op}_backward"})}
     compared = comparing.comparisons
