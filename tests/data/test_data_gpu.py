@@ -25,8 +25,9 @@ def load(kind, folder, device):
 
 
 def assert_close(on_gpu, on_cpu):
-    for name in ("ids", "labels", "position"):
-        assert torch.equal(getattr(on_gpu, name).cpu(), getattr(on_cpu, name)), name
+    assert torch.equal(on_gpu.condition.labels.cpu(), on_cpu.condition.labels)
+    assert torch.equal(on_gpu.ids.cpu(), on_cpu.ids)
+    assert torch.equal(on_gpu.position.cpu(), on_cpu.position)
     torch.testing.assert_close(on_gpu.latents.cpu(), on_cpu.latents, rtol=1e-5, atol=1e-5)
 
 
