@@ -173,6 +173,7 @@ def test_a_model_starts_the_same_with_and_without_the_head():
     plain = start()
     aligned = start(*ALIGN[:1])
     assert not plain.state.network.aux_heads
+    assert "aux_heads.latent.fc1.bias" in aligned.state.network.no_weight_decay()
     weights = aligned.model.state_dict()
     torch.testing.assert_close(weights, plain.model.state_dict(), rtol=0.0, atol=0.0)
     assert aligned.take_step().loss == plain.take_step().loss

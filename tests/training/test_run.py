@@ -62,6 +62,7 @@ def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):
 
     assert "holds no fastrun" in start("fullrun")
     start("fastrun")
+    (tmp_path / "second").mkdir()
     output = start("fullrun", f"run_dir={tmp_path / 'second'}")
     assert f"latest fastrun of this model and runtime: {tmp_path / 'fastrun'}" in output
     assert "ended without a word" not in output
