@@ -1,5 +1,5 @@
-"""What conditions the samples of a batch: a label each, and an encoded text each if the model reads
-text; and the interface of the text encoders.
+"""The conditions of the samples of a batch, which are a label each, and an encoded text each if the
+model reads text; and the interface of the text encoders.
 
 Letters: B samples or texts, T tokens of a text, E width of the text encoder.
 """
@@ -32,8 +32,8 @@ class EncodedText(NamedTuple):
     empty text's."""
 
     def select(self, rows: Tensor) -> EncodedText:
-        """Returns the texts at the indices `rows`, on their device; if the texts lie on
-        another one, the call waits for a copy."""
+        """Returns the texts at the indices `rows`, on their device; if the texts lie on another
+        one, the call waits for a copy."""
         here = rows.to(self.lengths.device)
         return EncodedText(*(part[here].to(rows.device) for part in self))
 
@@ -57,7 +57,7 @@ class Condition(NamedTuple):
         return self.labels if self.text is None else self.text.numbers
 
     def repeat(self, times: int) -> Condition:
-        """Returns the conditions of all samples, then of all again, `times` times."""
+        """Returns the conditions of the whole batch `times` times, one after the other."""
         text = self.text and EncodedText(*(torch.cat([part] * times) for part in self.text))
         return Condition(torch.cat([self.labels] * times), text)
 

@@ -299,8 +299,8 @@ def build_features(
     that the key `extensions` names. Returns a dict: name -> feature space, on the device of
     `example`, an image that the autoencoder decoded.
 
-    Raises UserError if the list is empty, if a
-    name in it is unknown or occurs twice, or if weights are missing or wrong.
+    Raises UserError if the list is empty, if a name in it is unknown or occurs twice, or if
+    weights are missing or wrong.
     """
     builders: dict[str, Callable[[], Features]] = {
         "encoder": lambda: EncoderFeatures(autoencoder, example),

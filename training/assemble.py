@@ -252,7 +252,8 @@ def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> Non
 
 
 class Parts(NamedTuple):
-    """What of a run depends on its data, weights and device; plans (scripts/plan) use stand-ins."""
+    """The parts of a run that depend on its data, weights and device; plans (scripts/plan) use
+    stand-ins."""
 
     loader: LatentLoader
     objective: Objective

@@ -30,8 +30,8 @@ from training.inputs import build_loader
 
 @dataclass(frozen=True)
 class Conditions:
-    """What any number of samples is drawn of. Sample i has the label and the text of entry i mod N,
-    so they depend on i alone."""
+    """Labels, and texts if there is a table, for any number of samples. Sample i has those of entry
+    i mod N, so they depend on i alone."""
 
     source: Any
     """Value that protocols record: "balanced" for all classes, the numbers of the classes, "data",

@@ -1,4 +1,4 @@
-"""What a training step runs: a denoiser and the heads that only training needs.
+"""The network that a training step runs: a denoiser and the heads that only training needs.
 
 Letters: B samples, C channels, H W latent height and width.
 """
