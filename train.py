@@ -28,7 +28,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     """Trains with the composed configuration; returns the run's summary, metric name -> value,
     which is also written to `run_dir/summary.json`. The time of the run counts from the moment at
-    which time.perf_counter() returned `began`, or from this call on if that is None."""
+    which time.perf_counter() returned `began`, or from this call on if that is None.
+
+    With several processes the process group lasts until the process ends: a script of your own
+    calls `train` inside `with exit_cleanly():` (common/distributed/exit.py)."""
     from common.clock import CLOCK
     from common.environment import connect, seed
     from evaluation.evaluator import TrainingDistances  # imported here: torch slows down --help
@@ -78,13 +81,11 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
 
     # 4. Define tasks between two steps (report, draw). The meter pauses during a task, so that the
     # task's time does not lower the training rate.
-    @meter.pause()
     def report(metrics: dict[str, Any]) -> None:
         run.append_metrics(metrics, training.stack)
         logger.log(metrics, state.samples)
         progress.say(format_log_line(metrics, progress.format_time_left()))
 
-    @meter.pause()
     def draw() -> None:
         assert autoencoder
         file = run.folder / f"samples/step-{state.step}.png"
@@ -115,16 +116,18 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
             # that decides which checkpoint is the best has never been better.
             scores: dict[str, float] = {}
             if report_due:
-                metrics = training.close_window()
-                scores = score(training, distances)
-                metrics |= checkpoints.report_times() | scores | training.note_skipped_data()
-                report(metrics)
+                with meter.pause():
+                    metrics = training.close_window()
+                    scores = score(training, distances)
+                    metrics |= checkpoints.report_times() | scores | training.note_skipped_data()
+                    report(metrics)
             wanted = (stopping and state.moved) or checkpoints.is_best(scores)
             save_due = state.is_due(cfg.save_every) or (wanted and cfg.save_every > 0)
             if ending or request is Request.look:
                 end_if_failed(training, run.folder, checkpoints, request)
             if state.is_due(cfg.sample_every):
-                draw()
+                with meter.pause():
+                    draw()
             # Write the snapshot before the checkpoint, because a run that resumes from the
             # checkpoint does not write earlier snapshots again.
             save_snapshot_if_due(cfg, state, ranks, run.folder, described)

@@ -185,7 +185,8 @@ class AdapterGradients(Technique):
                 none if p.grad is None else (to_local(p.grad) != 0).any().to(none)
                 for _, p, _ in self.iterate_parameters()
             ]
-            self.steps.append(torch.stack(flags))  # the host does not wait for these flags
+            # The host does not wait for these flags, unless cpu_offload keeps gradients on it.
+            self.steps.append(torch.stack(flags))
             self.taken.append(taken)
             update(grads, norm, taken)
 

@@ -193,7 +193,8 @@ def build_blocks(
     A mixer's argument `layer` is the number of earlier blocks of the same kind. So scans take rows
     and columns in turn, and attention shifts its windows, as if the other kind were not there.
     Only attention takes `text_tokens`, the number of tokens of a text; UserError if it is above
-    0 and there is no attention, or if `attention_every` is above 0 without `attention`.
+    0 and no layer's `forward` has the parameter `text`, or if `attention_every` is above 0 without
+    `attention`.
     """
     every = shape.attention_every
     if attention is None and every:
@@ -219,17 +220,18 @@ def build_blocks(
         known = inspect.signature(kind).parameters
         options = {"layer": layer, "text_tokens": text_tokens}
         options = {name: value for name, value in options.items() if name in known}
-        reads_text = reads_text or "text_tokens" in options
         layers = [kind(dim=shape.dim, head_dim=shape.head_dim, grid=shape.grid, **options)]
         if shape.hidden:
             layers.append(mlp(dim=shape.dim, hidden=shape.hidden))
         block = Block(layers, eps, leaving, norm)
         blocks.append(block)
+        reads_text = reads_text or block.reads_text
         leaving = block.orders[-1]
 
     if text_tokens and not reads_text:
         raise UserError(
-            "model.text_tokens=true needs layers of attention, and this model has none; choose "
+            "model.text_tokens=true needs layers whose forward takes `text`, such as attention, "
+            "and this model has none; choose "
             "model=dit_<size> or hybrid_<size>, or set model.text_tokens=false."
         )
     return blocks

@@ -171,7 +171,7 @@ class Denoiser(nn.Module):
         https://arxiv.org/abs/2512.24176); None: returns v.
         """
         taps = [] if internal_guidance is None else [self.internal_block]
-        velocity, streams, embedded = self.run_blocks(x, t, y, drop_uniforms, taps)
+        velocity, streams, embedded = self.run_blocks(x, t, y, taps, drop_uniforms)
         if internal_guidance is not None:
             stream = streams[self.internal_block]
             inner = self.estimate_velocity(stream, embedded, x, t).float()
@@ -183,8 +183,8 @@ class Denoiser(nn.Module):
         x: Float[Tensor, "B C H W"],
         t: Float[Tensor, "B"],
         y: Int[Tensor, "B"] | Condition,
-        drop_uniforms: Float[Tensor, "B depth"] | None,
         taps: Collection[int],
+        drop_uniforms: Float[Tensor, "B depth"] | None = None,
     ) -> tuple[Float[Tensor, "B C H W"], dict[int, Tensor], Float[Tensor, "B D"]]:
         """Computes the velocity as `forward` does, without internal guidance. Also returns what
         heads read: number of a block in `taps`, from 1 -> the residual stream (B, L, D) after it,

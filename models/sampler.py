@@ -45,8 +45,10 @@ def make_guided_velocity(
     conditions only. For t inside `internal_interval` each velocity, v_y and v_null, first gets
     `internal_guidance`, unless that is 1; see `Denoiser.forward`.
     """
-    kept = torch.zeros_like(condition.labels, dtype=torch.bool)
-    doubled = condition.repeat(2).drop(torch.cat((kept, ~kept)), null_label)
+    doubled = condition
+    if settings["guidance"] != 1.0:
+        kept = torch.zeros_like(condition.labels, dtype=torch.bool)
+        doubled = condition.repeat(2).drop(torch.cat((kept, ~kept)), null_label)
 
     def is_on(t: float, key: str, interval: str) -> bool:
         first, last = settings[interval]

@@ -40,7 +40,7 @@ class Conditions:
     numbers: Int[Tensor, "N"]
     """Rows of `table`; without one, the labels again."""
     names: list[str]
-    """Names of the classes, or texts, by number."""
+    """Names of the classes, or texts, by label or by `table.numbers`."""
     table: EncodedText | None = None
 
     @classmethod
@@ -56,11 +56,14 @@ class Conditions:
         cls, source: str, samples: Samples, loader: LatentLoader, device: torch.device
     ) -> Conditions:
         """Makes the conditions of the samples of a loader that `list_samples` listed."""
-        labels, numbers = samples.to(device)
+        labels = samples[0].to(device)
         captions = loader.captions
         if captions is None:
-            return cls(source, labels, numbers, loader.spec.names)
-        return cls(source, labels, numbers, captions.texts, captions.columns)
+            return cls(source, labels, labels, loader.spec.names)
+        # Keep those rows of the table that are needed: a table with tokens may take gigabytes.
+        numbers, rows = samples[1].unique(return_inverse=True)
+        table = captions.columns.select(numbers.to(captions.columns.lengths.device))
+        return cls(source, labels, rows.to(device), captions.texts, table)
 
     def __call__(self, position: Int[Tensor, "B"]) -> Condition:
         """Returns the conditions of samples, given by number."""
@@ -75,7 +78,8 @@ class Conditions:
 
     def list_numbers(self) -> list[int]:
         """Returns the places of all N entries in `names`."""
-        return self.numbers.tolist() if self.names else []
+        numbers = self.table.numbers[self.numbers.cpu()] if self.table else self.numbers
+        return numbers.tolist() if self.names else []
 
     def note_rows(self, rows: int, classes: int) -> str:
         """Returns a note for a grid with a row for each of `rows` of the data's classes; empty if

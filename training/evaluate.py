@@ -34,9 +34,8 @@ def score(training: Training, distances: Callable[[], dict[str, float]] | None) 
     of `distances`, which compares samples with images (None: never)."""
     cfg = training.cfg
     state = training.state
-    with state.meter.pause():
-        scores = evaluate(training) if state.is_due(cfg.eval_every) else {}
-        return scores | (distances() if distances and state.is_due(cfg.fd_every) else {})
+    scores = evaluate(training) if state.is_due(cfg.eval_every) else {}
+    return scores | (distances() if distances and state.is_due(cfg.fd_every) else {})
 
 
 @CLOCK.count_as("evaluation")

@@ -66,10 +66,8 @@ class ModelWithHeads(nn.Module):
         model = self.model
         if not self.training or not self.taps:
             return model(x, t, y, **options), {}
-        drop_uniforms = options.get("drop_uniforms")
-        velocity, streams, embedded = model.run_blocks(
-            x, t, y, drop_uniforms, [*self.taps.values()]
-        )
+        taps = [*self.taps.values()]
+        velocity, streams, embedded = model.run_blocks(x, t, y, taps, **options)
         outputs = {}
         for name, block in self.taps.items():
             if name == "internal":

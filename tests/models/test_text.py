@@ -114,7 +114,7 @@ def test_every_way_of_attention_heeds_the_mask(window):
     ("family", "changes", "sentence"),
     [
         ("mamba", {"tokens": True}, "choose model=dit_<size> or hybrid_<size>, or set model.text"),
-        ("conv", {"tokens": True}, "needs layers of attention, and this model has none"),
+        ("conv", {"tokens": True}, "needs layers whose forward takes `text`, such as attention"),
         ("dit", {"tokens": True, "text": SPEC | {"max_tokens": 0}}, "stores no tokens of its"),
         ("dit", {"tokens": True, "conditioning": "class"}, "needs model.conditioning=text"),
         ("dit", {"text": None}, "needs a latent set with captions, and this one has none"),
