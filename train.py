@@ -31,7 +31,8 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     which time.perf_counter() returned `began`, or from this call on if that is None.
 
     With several processes the process group lasts until the process ends: a script of your own
-    calls `train` inside `with exit_cleanly():` (common/distributed/exit.py)."""
+    calls `train` inside `with exit_cleanly():` (common/distributed/exit.py).
+    """
     from common.clock import CLOCK
     from common.environment import connect, seed
     from evaluation.evaluator import TrainingDistances  # imported here: torch slows down --help

@@ -231,7 +231,7 @@ def build_blocks(
     if text_tokens and not reads_text:
         raise UserError(
             "model.text_tokens=true needs layers whose forward takes `text`, such as attention, "
-            "and this model has none; choose "
-            "model=dit_<size> or hybrid_<size>, or set model.text_tokens=false."
+            "and this model has none; choose model=dit_<size> or hybrid_<size>, or set "
+            "model.text_tokens=false."
         )
     return blocks

@@ -1,5 +1,5 @@
-"""Exported models: a file of code that needs none of ours, equal bits in diffusers,
-and uploads."""
+"""Exported models: a file of code that needs none of ours, equal bits in diffusers, and
+uploads."""
 
 import dataclasses
 import json
