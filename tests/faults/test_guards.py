@@ -54,8 +54,9 @@ def states(monkeypatch):
         take_step(training)
         state = training.state.state_dict()
         pieces = {name: state[name] for name in ("model", "ema", "optimizer")}
-        tensors = [leaf for leaf in flatten(pieces).values() if isinstance(leaf, torch.Tensor)]
-        copies.append([tensor.clone() for tensor in tensors])
+        copies.append(
+            [leaf.clone() for leaf in flatten(pieces).values() if isinstance(leaf, torch.Tensor)]
+        )
 
     monkeypatch.setattr(Training, "take_step", step_and_copy)
     return copies

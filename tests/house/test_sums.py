@@ -12,7 +12,6 @@ from evaluation.distances import Moments, frechet_distance
 from training.optim.ema import EMA
 from training.records.metrics import Meter, StepOutput
 
-CPU = torch.device("cpu")
 BF16 = 2.0**-9
 """The largest relative error of rounding to bf16."""
 

@@ -12,8 +12,9 @@ from tests.harness.steps import tiny_training
 
 def copy_tensors(state):
     """Parameters, averages, moments and generators."""
-    leaves = [*flatten(state.state_dict()).values()]
-    return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+    return [
+        leaf.clone() for leaf in flatten(state.state_dict()).values() if isinstance(leaf, Tensor)
+    ]
 
 
 def test_warm_up_leaves_no_trace():
