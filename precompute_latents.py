@@ -99,7 +99,7 @@ def precompute(composed: Composed) -> Path:
         cfg.runtime.values(),
         device,
         on_unavailable=cfg.runtime.on_unavailable,
-        only=[kind.key for kind in TECHNIQUES if kind.in_precompute],
+        only=[kind.key for kind in TECHNIQUES if "precompute" in kind.used_in],
         same_bytes=f"{SAME_BYTES}; same_bytes=false gives that up" if cfg.same_bytes else "",
     )
     stack.on_process()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ from accel.techniques.weights import Weights
 from common.errors import UserError
 
 # Techniques act in this order: process flags, module changes, checkpointing, compile, sharding,
-# optimizer, autocast, evaluation, CUDA graph. Only `on_layers`, which replaces layers, runs for all
-# techniques before anything else. Checkpointing comes before compile, so that a compiled block
+# optimizer, autocast, evaluation, CUDA graph. Only `Precision.on_layers`, which replaces layers for
+# fp8, runs before anything else. Checkpointing comes before compile, so that a compiled block
 # contains its own recomputation. Both come before sharding, so that FSDP gathers a block's
 # parameters outside of the compiled and the checkpointed code. The CUDA graph is last, because it
 # captures the work of all other techniques.
@@ -73,6 +73,9 @@ SAME_BYTES = (
 )
 
 
+Kind = TypeVar("Kind", bound=Technique)
+
+
 class AccelerationStack:
     """Applies the requested techniques and finds which of them are really on.
 
@@ -81,7 +84,7 @@ class AccelerationStack:
     `on_unavailable` decides about techniques that this machine cannot run: "degrade" switches them
     off and names them in the ledger; "error" raises a UserError that lists them all; "emulate"
     does the same as "degrade", except that techniques on a CPU stay on if their value is in
-    `Technique.emulated`.
+    `Precision.emulated`.
 
     If `same_bytes` is not empty, nondeterministic techniques and cuDNN's nondeterministic
     algorithms stay off, and the ledger shows the text of `same_bytes` as the reason. `only`
@@ -116,6 +119,15 @@ class AccelerationStack:
         ]
         self.techniques: list[Technique] = [*extra_rows, *switched]
         self.requested = self.values
+        for technique in switched if only is None else ():
+            for name in [] if technique.uses_options else technique.options:
+                if technique.option[name] != technique.options[name]:
+                    word = technique.make_override(technique.option[name], name)
+                    switch = technique.make_override(technique.value)
+                    warnings.warn(
+                        f"{word} has no effect with {switch}; leave it out, or change the latter.",
+                        stacklevel=2,
+                    )
 
         # Collect the reasons for all techniques that this machine cannot run, so that one message
         # lists them.
@@ -129,7 +141,8 @@ class AccelerationStack:
             elif not reason and deterministic and technique.nondeterministic:
                 reason = "switched off by deterministic=true"
             emulates = on_unavailable == "emulate" and device.type == "cpu"
-            if reason and emulates and technique.value in technique.emulated:
+            emulable = isinstance(technique, Precision) and technique.value in technique.emulated
+            if reason and emulates and emulable:
                 self.reasons[technique.key] = f"emulated: {reason}"
             elif reason:
                 self.reasons[technique.key] = reason
@@ -171,19 +184,29 @@ class AccelerationStack:
         machine cannot run were switched off."""
         return str(self.values.get(Precision.key, Precision.off))
 
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """Returns the technique of the class `kind`; None if the stack has none."""
+        return next((t for t in self.techniques if isinstance(t, kind)), None)
+
     def describe_arithmetic(self) -> dict[str, bool | str]:
         """Returns a mapping: runtime key that decides how matrix products round -> the key's
         value."""
-        items = [item for t in self.techniques for item in t.describe_arithmetic().items()]
-        return dict(sorted(items))
+        techniques = (self.find(Precision), self.find(Tf32))
+        return dict(item for t in techniques if t for item in t.settings.items())
+
+    @property
+    def hides_blocks(self) -> bool:
+        """Whether the whole model is compiled, so that no probe sees its blocks."""
+        compiler = self.find(Compile)
+        return compiler is not None and compiler.hides_blocks
 
     def list_savings(self) -> list[str]:
-        """Returns changes of runtime keys that save memory (`Technique.savings`) and that this
+        """Returns changes of runtime keys that save memory (`Planning.savings`) and that this
         device can run, as overrides, the cheapest first."""
         found = []
         for technique in self.techniques:
-            for saving in technique.savings:
-                value = saving.values.get(technique.path or technique.key, technique.value)
+            for saving in technique.planning.savings:
+                value = next(iter(saving.values.values()))
                 new = type(technique)(value, self.device)
                 if value != technique.value and not new.find_obstacle():
                     words = (f"runtime.{k}={v}" for k, v in saving.values.items())
@@ -202,8 +225,8 @@ class AccelerationStack:
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context for a forward pass; if the stack has no `Precision`, a
         context that does nothing."""
-        contexts = [t.autocast() for t in self.techniques if isinstance(t, Precision)]
-        return contexts[0] if contexts else nullcontext()
+        precision = self.find(Precision)
+        return precision.autocast() if precision else nullcontext()
 
     def on_process(self) -> None:
         for technique in self.techniques:
@@ -212,8 +235,8 @@ class AccelerationStack:
             torch.backends.cudnn.deterministic = True
 
     def on_model(self, model: Model) -> Model:
-        for technique in self.techniques:
-            technique.on_layers(model)
+        if precision := self.find(Precision):
+            precision.on_layers(model)
         for technique in self.techniques:
             model = technique.on_model(model)
         return model
@@ -244,15 +267,17 @@ class AccelerationStack:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Returns a mapping: key of a technique -> the technique's state dict, for the techniques
-        that have a state."""
-        states = {technique.key: technique.state_dict() for technique in self.techniques}
-        return {key: state for key, state in states.items() if state}
+        that have a state: precision, whose loss scaler has one."""
+        precision = self.find(Precision)
+        state = precision.state_dict() if precision else {}
+        return {Precision.key: state} if state else {}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Loads the techniques' state dicts in place. A technique that was off when they were saved
         keeps its present state."""
-        for technique in self.techniques:
-            technique.load_state_dict(states.get(technique.key, {}))
+        for key, state in self.state_dict().items():
+            for name, tensor in state.items() if key in states else ():
+                tensor.copy_(states[key][name])
 
     def run_until_it_works(self, run: Callable[[], object]) -> None:
         """Calls `run` until it raises no error: after each failure the technique that caused it
@@ -285,8 +310,7 @@ class AccelerationStack:
         because techniques may hold the tensors.
         """
         self.run_until_it_works(run)
-        hidden = any(technique.hides_blocks() for technique in self.techniques)
-        evidence = observe_step(run, blocks, self.device, hidden)
+        evidence = observe_step(run, blocks, self.device, self.hides_blocks)
         self.busy_ms = evidence.busy_ms
         for technique in self.techniques:
             technique.compare(run, evidence)

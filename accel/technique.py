@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,41 @@ class Saving(NamedTuple):
     rank: int
     """Place in the order in which a plan (scripts/plan) tries savings: it starts with the lowest
     number, and tries savings with the same number together."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What plans, forecasts of memory and runtime=auto want to know of a technique; no training
+    step needs it. Each function gets the technique."""
+
+    savings: tuple[Saving, ...] = ()
+    """Changes of runtime keys that a plan (scripts/plan) tries and proposes if a run needs too much
+    memory."""
+    may_keep_less: tuple[Value, ...] = ()
+    """Values with which compiled code may keep less memory than the same step run eagerly."""
+    list_candidates: Callable[[Any], tuple[Mapping[str, Value], ...]] = lambda _: ()
+    """Returns mappings of runtime keys to values, which runtime=auto tries in this order against
+    the values as they are; empty if the technique's value leaves nothing to choose."""
+    on_fake_device: Callable[[Any], object] = lambda _: None
+    """Prepares the technique for a plan, which counts a step's bytes on fake CPU tensors: replaces
+    what only a GPU can do by something that keeps the same bytes."""
+    count_part_bytes: Callable[[Any, int], float | None] = lambda *_: None
+    """Returns the temporary bytes that an optimizer step needs for the largest part of the
+    parameters, which has as many elements as the second argument says; None if the technique does
+    not make the optimizer update part by part."""
+    list_host_tensors: Callable[[Any], Iterable[Tensor]] = lambda _: ()
+    """Returns the tensors that the technique keeps in host memory from step to step."""
+    decorate_copies: Callable[[Any, Callable[..., Any]], object] = lambda *_: None
+    """Wraps by the second argument the method that copies to the host what a forward pass saves for
+    the backward pass, so that a plan counts no bytes on the device for the copies."""
+    find_period: Callable[[Any], int] = lambda _: 1
+    """Returns the number of blocks after which the technique's pattern repeats: 1 if it changes all
+    blocks alike, n if it changes only every n-th block."""
+
+
+def switch_off(technique: Technique) -> None:
+    """Switches a technique off, as its `Planning.on_fake_device`."""
+    technique.value = technique.off
 
 
 class Step(Protocol):
@@ -85,9 +121,6 @@ class Technique(ABC):
     key: ClassVar[str]
     """Name of the runtime key that switches the technique: "compile" stands for
     `runtime.compile`."""
-    path: ClassVar[str] = ""
-    """Path of the key below `runtime` if it differs from `key`, such as "parallel.mode"; otherwise
-    empty."""
     summary: ClassVar[str]
     """One-line description for the table of techniques in the docs."""
     options: ClassVar[Mapping[str, Any]] = {}
@@ -100,40 +133,24 @@ class Technique(ABC):
     loss_rtol: ClassVar[float]
     """Largest relative change of one step's loss that the technique may cause; 0 means that the
     loss is equal bit for bit (in eager mode)."""
-    in_sampling: ClassVar[bool] = False
-    """Whether the technique is also used when a trained model draws samples."""
-    absent_from_sampling: ClassVar[str | None] = None
-    """Reason why sampling does not use the technique, for its row in the ledger of sampling; None:
-    that ledger has no row for the technique."""
-    in_precompute: ClassVar[bool] = False
-    """Whether the technique is also used while the encoder turns images into latents in advance."""
-    slow_to_start: ClassVar[bool] = False
-    """Whether the first step takes up to minutes longer with the technique; sampling then switches
-    it off by default."""
-    may_keep_less: ClassVar[tuple[Value, ...]] = ()
-    """Values with which compiled code may keep less memory than the same step run eagerly."""
+    used_in: ClassVar[tuple[str, ...]] = ("training", "sampling", "precompute")
+    """Work that uses the technique: "training", "sampling" by a trained model, "precompute", in
+    which an encoder turns images into latents."""
+    keeps_parity: ClassVar[bool] = False
+    """Whether the technique changes how long a block takes, but not what an operator computes, so
+    that a fused kernel that has passed its parity test passes it with any value of the technique.
+    The trial of kernels (accel/trial) applies techniques for which this is true, and those that
+    sampling uses too."""
     saves_launches: ClassVar[bool] = False
     """Whether the technique reduces the host's work of launching kernels; a report suggests it if
     the GPU waits for the host."""
-    changes_kernels: ClassVar[Literal["parity", "time"] | None] = None
-    """Which results of a fused kernel's trial are invalid if this technique's value changes:
-    "parity" (the comparison with the definition, and the time), "time" (only the time), None
-    (neither)."""
     without_gpu: ClassVar[str | None] = None
     """Sentence that says why the technique needs an NVIDIA GPU, in which `{device}` stands for the
     device of the run; None if it needs no GPU."""
-    emulated: ClassVar[tuple[Value, ...]] = ()
-    """Values of `key` that a CPU can emulate, more slowly, if it has no instructions for them."""
     nondeterministic: ClassVar[bool] = False
     """Whether the technique makes results differ from run to run, so that `deterministic=true`
     switches it off."""
-
-    savings: ClassVar[tuple[Saving, ...]] = ()
-    """Changes of runtime keys that a plan (scripts/plan) tries and proposes if a run needs too much
-    memory."""
-    tried_with: ClassVar[str] = ""
-    """Name of a group of techniques that runtime=auto tries together; empty: runtime=auto tries the
-    technique alone."""
+    planning: ClassVar[Planning] = Planning()
 
     model: Any = None
     """The model to which `on_model` was applied; None before."""
@@ -151,9 +168,10 @@ class Technique(ABC):
         return cls.examples or ({cls.key: True},)
 
     @classmethod
-    def make_override(cls, value: Value) -> str:
-        """Returns the command-line override that requests a value, such as runtime.tf32=true."""
-        return f"runtime.{cls.path or cls.key}={str(value).lower()}"
+    def make_override(cls, value: Value, option: str = "") -> str:
+        """Returns the command-line override that requests a value of the key, such as
+        runtime.tf32=true, or of an option."""
+        return f"runtime.{option or cls.key}={str(value).lower()}"
 
     @property
     def enabled(self) -> bool:
@@ -161,21 +179,15 @@ class Technique(ABC):
         return self.value != self.off
 
     @property
-    def period(self) -> int:
-        """Number of blocks after which the technique's pattern repeats: 1 if it changes all blocks
-        alike, n if it changes only every n-th block."""
-        return 1
+    def uses_options(self) -> bool:
+        """Whether the technique's `options` have an effect with its value."""
+        return self.enabled
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Runtime key -> value, for the key that switches the technique and for the technique's
-        `options`."""
-        return {self.key: self.value} | self.option
-
-    def describe_arithmetic(self) -> dict[str, Any]:
-        """Returns a mapping, runtime key -> value, for those keys of the technique that decide how
-        matrix products round; {} for most techniques."""
-        return {}
+        """Runtime key -> value, for the key that switches the technique, and for the technique's
+        `options` if it uses them."""
+        return {self.key: self.value} | (self.option if self.uses_options else {})
 
     def find_obstacle(self) -> str | None:
         """Returns a sentence that says why the technique cannot have its `value` on `device`; None
@@ -188,9 +200,6 @@ class Technique(ABC):
 
     def on_process(self) -> None:  # noqa: B027 - most techniques have no flag to set
         """Sets flags of the whole process; the stack calls this even if the technique is off."""
-
-    def on_layers(self, model: nn.Module) -> None:  # noqa: B027 - most leave them alone
-        """Replaces layers in the model's blocks, before any technique wraps a block."""
 
     def on_model(self, model: Model) -> Model:
         """Changes or wraps the model, as a rule only its blocks, without changing state-dict keys;
@@ -225,50 +234,10 @@ class Technique(ABC):
         differently from now on, so that the stack must observe one more step."""
         return False
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns a mapping, name -> tensor, of the state that a resumed run needs; {} for most
-        techniques."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads tensors that `state_dict` returned, in place; {} changes nothing."""
-        for name, tensor in self.state_dict().items() if state else ():
-            tensor.copy_(state[name])
-
-    def hides_blocks(self) -> bool:
-        """Returns whether the technique compiles the whole model, so that no probe sees its blocks;
-        the stack then probes an uncompiled step."""
-        return False
-
     def recover(self, error: BaseException) -> str | None:
         """Switches the technique off if it caused `error` in warm-up, and returns a sentence that
         says so; otherwise returns None."""
         return None
-
-    def list_candidates(self) -> tuple[Mapping[str, Value], ...]:
-        """Returns mappings of runtime keys to values, among which runtime=auto chooses the fastest,
-        in the order in which it tries them; empty if the technique's value leaves nothing to
-        choose."""
-        return ()
-
-    def on_fake_device(self) -> None:  # noqa: B027 - most compute alike on any device
-        """Prepares the technique for a plan (scripts/plan), which counts a step's bytes on fake CPU
-        tensors: replaces what only a GPU can do by something that keeps the same bytes."""
-
-    def count_part_bytes(self, part: int) -> float | None:
-        """Returns the temporary bytes that an optimizer step needs for the largest part of the
-        parameters, which has `part` elements; None if the technique does not make the optimizer
-        update part by part."""
-        return None
-
-    def copy_to_host(self, tensor: Tensor, /) -> Tensor:
-        """Copies into host memory a tensor that the forward pass saves for the backward pass; a
-        plan replaces this method to count the bytes."""
-        return tensor
-
-    def list_host_tensors(self) -> Iterable[Tensor]:
-        """Returns the tensors that the technique keeps in host memory from step to step."""
-        return ()
 
     @abstractmethod
     def observe(self, evidence: Evidence) -> Observation:

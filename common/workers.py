@@ -3,21 +3,24 @@ batches of data workers."""
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from common.errors import UserError
+from common.errors import READ_ERRORS, UserError
+from common.files import read_object
 
 Result = TypeVar("Result")
 SHARED_MEMORY = "/dev/shm"
@@ -28,44 +31,20 @@ EXTRA_BATCHES = 2
 """Batches in shared memory besides those that wait in the queue: one that the reader uses and one
 that a worker makes."""
 
+PATIENCE_SECONDS = 120.0
+"""Seconds without news after which `ask_child` kills its program as hanging, unless told
+otherwise."""
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+"""Environment variables of launchers such as torchrun, which a child process must not see, because
+it is no rank of the run."""
 
-def make_child_environment(without: Collection[str] = ()) -> dict[str, str]:
+
+def make_child_environment() -> dict[str, str]:
     """Returns environment variable -> value for a child process: the variables of this process
-    except those in `without`, and PYTHONPATH set to this process's import path."""
+    except `RANK_VARIABLES`, and PYTHONPATH set to this process's import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    variables = {name: value for name, value in os.environ.items() if name not in without}
+    variables = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return variables | {"PYTHONPATH": path}
-
-
-def run_to_end(
-    command: Sequence[str],
-    seconds: float | None = None,
-    output: IO[bytes] | None = None,
-    without: Collection[str] = (),
-) -> int | None:
-    """Runs a command in its own session, for at most `seconds` (None: no limit). Returns the
-    command's exit code, or None if it took longer.
-
-    When the function returns, the command and all its children have ended: the function kills those
-    that still run. `output` receives stdout and stderr; the command does not get the environment
-    variables that `without` names.
-    """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT if output else None,
-        env=make_child_environment(without),
-        start_new_session=True,
-    )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def end_with_parent(parent: int) -> None:
@@ -81,41 +60,71 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[], float]) -> str:
-    """Runs a command that changes the file `news` whenever it makes progress. Returns the end of a
-    sentence about how the command ended, such as "ended with code 1". Kills the command if `news`
-    does not change for `patience()` seconds."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=make_child_environment(),
-        )
+def ask_child(
+    program: Sequence[str], job: Mapping[str, Any], patience: float = PATIENCE_SECONDS
+) -> tuple[dict[str, Any], str]:
+    """Runs a Python program in a process of its own, which may crash or hang: `python <program>
+    <folder>`. Returns the JSON object that the program wrote last to found.json in the folder ({}
+    if none), and the end of a sentence about how it ended, such as "ended with code 1".
 
-    # Call `patience` again after each change of the file `news`, because the limit in seconds may
-    # differ between phases of the command.
-    limit = patience()
+    The program reads `job` from job.json, where the key `parent` has the id of this process for
+    `end_with_parent`. It may write found.json several times. The function kills the program if it
+    writes nothing for `patience` seconds, or for as many as the key `patience` in found.json says.
+    When the function returns, the program and all its children have ended. Its output is kept from
+    the terminal; the line of it that names an error, or the last one, becomes a part of the
+    sentence.
+    """
+    with tempfile.TemporaryDirectory(prefix="fastlatent-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps({**job, "parent": os.getpid()}))
+        with (folder / "log").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *program, name],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=make_child_environment(),
+                start_new_session=True,
+            )
+        try:
+            silent_seconds = wait_for_end(process, folder / "found.json", patience)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+
+        found = read_found(folder / "found.json")
+        if silent_seconds is not None:
+            return found, f"did not answer for {silent_seconds:.0f} s"
+        lines = (folder / "log").read_text(errors="replace").strip().splitlines()
+        last = next((line for line in reversed(lines) if "Error" in line), "".join(lines[-1:]))
+        end = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+        return found, f"ended with {end}" + f" ({last.strip()[:200]})" * bool(last)
+
+
+def wait_for_end(process: subprocess.Popen[bytes], news: Path, patience: float) -> float | None:
+    """Waits until a process ends, and returns None; or until the file `news` has not changed for
+    `patience` seconds, or as many as the file says, and returns their number."""
+    limit = patience
     since = time.monotonic()
     last_stamp = None
-    try:
-        while process.poll() is None:
-            time.sleep(0.05)
-            stamp = news.stat().st_mtime_ns if news.exists() else None
-            if stamp != last_stamp:
-                last_stamp = stamp
-                since = time.monotonic()
-                limit = patience()
-            if time.monotonic() - since > limit:
-                return f"did not answer for {limit:.0f} s"
-    finally:
-        process.kill()
-        code = process.wait()
+    while process.poll() is None:
+        time.sleep(0.05)
+        stamp = news.stat().st_mtime_ns if news.exists() else None
+        if stamp != last_stamp:
+            last_stamp = stamp
+            since = time.monotonic()
+            limit = read_found(news).get("patience") or patience
+        if time.monotonic() - since > limit:
+            return limit
+    return None
 
-    lines = log.read_text(errors="replace").strip().splitlines()
-    name = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
-    return f"ended with {name}" + (f" ({lines[-1].strip()})" if lines else "")
+
+def read_found(file: Path) -> dict[str, Any]:
+    """Reads the JSON object in a file; returns {} if the file is absent or damaged."""
+    with suppress(*READ_ERRORS):
+        return read_object(file)
+    return {}
 
 
 def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy: str) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor
 from accel.device_memory import refuse_large_batch
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
+from accel.techniques.compilation import Compile
+from accel.techniques.cuda_graph import CudaGraph
 from common.condition import TextEncoder
 from common.config.compose import apply_schema, read_config
 from common.config.schema import RuntimeConfig, SamplingConfig
@@ -37,12 +39,9 @@ from training.inputs import find_text_level, prove_kernels
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder
 
-QUICK_START_RUNTIME = MappingProxyType(
-    {kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start}
-)
-"""Runtime key of a technique -> value that switches the technique off. The techniques are those
-whose first step is slow: for a few samples this first step takes longer than the technique
-saves."""
+QUICK_START_RUNTIME = MappingProxyType({Compile.key: Compile.off})
+"""Runtime key -> value with which sampling starts quickly: compiling a model takes longer than it
+saves for a few samples."""
 
 
 @dataclass(frozen=True)
@@ -203,11 +202,8 @@ class TrainedModel:
             batch_size, self.device, lambda n: self.autoencoder.decode(run(n).float())
         )
         ledger = self.stack.warm_up(lambda: run(batch_size), self.model.blocks)
-        requested = self.runtime.values()
-        for kind in TECHNIQUES:
-            why = kind.absent_from_sampling
-            if why:
-                ledger.append(LedgerRow(kind.key, requested[kind.key], False, why))
+        why = "sampling captures no graph: no GPU has proved one yet"
+        ledger.append(LedgerRow(CudaGraph.key, self.runtime.cuda_graph, False, why))
         return ledger
 
 
@@ -257,7 +253,7 @@ def load_run(
         settings.values(),
         chosen,
         on_unavailable=settings.on_unavailable,
-        only=[kind.key for kind in TECHNIQUES if kind.in_sampling],
+        only=[kind.key for kind in TECHNIQUES if "sampling" in kind.used_in],
         same_bytes=SAME_BYTES,
     )
     stack.on_process()

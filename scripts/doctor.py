@@ -139,30 +139,20 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
 
 
 def try_kernels(words: list[str]) -> list[dict[str, Any]]:
-    """Returns a row for each fused kernel: whether `python train.py <words>` would use it on this
-    machine, and why. Trains nothing, and writes nothing but the cache of tested kernels."""
-    from accel.techniques.fused_kernels import FusedKernel, Proof
+    """Returns a row for each fused kernel that `python train.py <words>` requests: in `words`
+    whether the run would use it on this machine, in `note` why. Trains nothing, and writes nothing
+    but the cache of tested kernels."""
+    from common.config.schema import KERNEL_KEYS
     from common.environment import pick_device
     from training.assemble import assemble
     from training.weights.first_weights import compose_pretrained
 
     cfg = compose_pretrained(words).cfg
-    stack = assemble(cfg, pick_device(cfg.runtime.device)).stack
-    rows = []
-    for technique in stack.techniques:
-        if isinstance(technique, FusedKernel):
-            key = technique.key
-            reason = stack.reasons.get(key, "not requested, or not part of this model")
-            proof = technique.proof or Proof(False, reason)
-            rows.append(
-                {
-                    "key": f"runtime.{key}",
-                    "requested": stack.requested[key],
-                    "on": proof.on,
-                    "why": proof.why,
-                }
-            )
-    return rows
+    training = assemble(cfg, pick_device(cfg.runtime.device))
+    reasons = {key: why for key, why in training.stack.reasons.items() if key in KERNEL_KEYS}
+    rows = [{"words": f"{key}=false", "note": why} for key, why in reasons.items()]
+    none = [{"words": "none", "note": "this run requests none that its model could use"}]
+    return training.kernels.get("tried", []) + rows or none
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -271,10 +261,7 @@ def format_findings(findings: dict[str, Any]) -> str:
 
     if "kernels" in findings:
         lines += ["", "fused kernels, as that run would choose"]
-        lines += [
-            f"  {'on' if row['on'] else 'off':<5}{row['key']:<26}{row['why']}"
-            for row in findings["kernels"]
-        ]
+        lines += [f"  {row['words']:<26}{row['note']}" for row in findings["kernels"]]
     if "rates" in findings:
         lines += ["", "measured rates (median of 10)"]
         lines += [f"  {name:<22}{value:.1f}" for name, value in findings["rates"].items()]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accel.stack import AccelerationStack
-from accel.trial.choice import choose_kernels
+from accel.trial.kernels import choose_kernels
 from common.clock import CLOCK
 from common.config.build import build, check_arguments, resolve_target
 from common.config.schema import TrainConfig

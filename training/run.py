@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from accel.ledger import Ledger, LedgerRow
+from accel.ledger import Ledger
 from accel.stack import AccelerationStack
-from accel.trial.proof import KERNELS_FILE
+from accel.trial.contest import make_ledger_row
+from accel.trial.kernels import KERNELS_FILE
 from common.clock import CLOCK, MAINTENANCE_KINDS, TIME_FILE, explain_bound
 from common.config.compose import Composed, parse_yaml, read_config, to_yaml
 from common.config.schema import TrainConfig
@@ -42,7 +43,7 @@ from training.checkpoint.load import (
 )
 from training.checkpoint.save import Checkpoints
 from training.preflight.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
-from training.preflight.tune import TUNING_FILE, make_ledger_row, tune_config
+from training.preflight.tune import TUNING_FILE, tune_config
 from training.records.log_lines import format_summary
 from training.records.metrics import METRICS_FILE, MetricsFile, SafeLogger, read_metrics
 from training.state import TrainState
@@ -73,7 +74,7 @@ class RunFolder:
     None."""
     lock: FolderLock | None = None
     """Lock of the folder; None on all ranks but the first."""
-    rows: list[LedgerRow] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)
     """Rows that the run adds to the ledger of techniques, such as a row about tuning."""
     reported_bounds: set[str] = field(default_factory=set)
     """Limits of the step's speed, such as "data-bound", that the run has already printed."""
@@ -173,7 +174,7 @@ class RunFolder:
         if self.cfg.runtime.tune:
             self.cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
             self.write_file(TUNING_FILE, choice)
-            self.rows.append(make_ledger_row(choice))
+            self.choices.append(choice)
         if self.cfg.budget_minutes is not None and not (self.folder / LENGTH_FILE).exists():
             measured = self.ranks.broadcast_result(
                 lambda: measure_seconds(self.cfg, self.device, self.ranks.world_size)
@@ -205,6 +206,7 @@ class RunFolder:
         run computes with the same kernels."""
         if training.kernels:
             self.write_file(KERNELS_FILE, training.kernels)
+            self.choices.append(training.kernels)
 
     def announce_start(
         self, training: Training, ledger: Ledger, logger: SafeLogger, origin: str
@@ -212,7 +214,7 @@ class RunFolder:
         """Writes environment, ledger and configuration to the run folder, prints the ledger, and
         starts the logger. `origin` is a sentence that says from which checkpoint or weights the run
         starts."""
-        ledger += self.rows
+        ledger += [make_ledger_row(self.choices)] if self.choices else []
         rows = ledger.as_dict()
         self.write_file("environment.json", self.environment)
         self.write_file("ledger.json", rows)

@@ -37,7 +37,7 @@ from torch.nn.attention import (
 from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, REGION_PREFIX, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.machine import capability_of, is_installed
-from accel.technique import Model, Observation, Technique, blocks_of, find_switches
+from accel.technique import Model, Observation, Planning, Technique, blocks_of, find_switches
 from common.errors import UserError
 from common.text import shorten_error
 
@@ -82,6 +82,17 @@ IMPLEMENTATIONS = {
 torch/nn/attention/_fa3.py and _fa4.py support."""
 
 
+def list_candidates(technique: AttentionBackend) -> tuple[Mapping[str, str], ...]:
+    if technique.value != AUTO or technique.device.type != "cuda":
+        return ()
+    return tuple({"attention": name} for name in ("cudnn", "flash", "efficient"))
+
+
+def choose_fake_backend(technique: AttentionBackend) -> None:
+    if technique.value not in ("flash", "math"):
+        technique.value = AUTO
+
+
 class AttentionBackend(Technique):
     key = "attention"
     summary = (
@@ -93,9 +104,11 @@ class AttentionBackend(Technique):
     )
     off = AUTO
     loss_rtol = 2e-2
-    in_sampling = True
-    changes_kernels = "time"
-    may_keep_less = ("flex",)
+    used_in = ("training", "sampling")
+    keeps_parity = True
+    planning = Planning(
+        may_keep_less=("flex",), list_candidates=list_candidates, on_fake_device=choose_fake_backend
+    )
     layers: Sequence[Sequence[torch.nn.Module]] = ()
     """For each block the list of its attention layers."""
     failure: str | None = None
@@ -118,15 +131,6 @@ class AttentionBackend(Technique):
                 "Flash attention needs compute capability 8.0 or newer; use runtime.attention=auto."
             )
         return None
-
-    def list_candidates(self) -> tuple[Mapping[str, bool | str], ...]:
-        if self.value != AUTO or self.device.type != "cuda":
-            return ()
-        return ({}, *({self.key: name} for name in ("cudnn", "flash", "efficient")))
-
-    def on_fake_device(self) -> None:
-        if self.value not in ("flash", "math"):
-            self.value = AUTO
 
     def on_process(self) -> None:
         if not self.implementation:

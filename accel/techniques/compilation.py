@@ -17,7 +17,7 @@ import os
 import shutil
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from accel.evidence import REGION_PREFIX, Evidence
 from accel.machine import capability_of, is_installed
-from accel.technique import Model, Observation, Saving, Technique, blocks_of
+from accel.technique import Model, Observation, Planning, Saving, Technique, blocks_of
 from common.text import shorten_error
 
 INDUCTOR_PREFIX = "## Call CompiledFxGraph"
@@ -37,21 +37,26 @@ PARTITION_BACKEND = "aot_eager_decomp_partition"
 forward and backward pass as Inductor does, but generates no code."""
 
 
+def generate_no_code(technique: Compile) -> None:
+    technique.backend = PARTITION_BACKEND
+
+
 class Compile(Technique):
     key = "compile"
     summary = "compiles in place; `compile_scope`: `blocks`, `model`; `compile_mode`"
     options: ClassVar = {"compile_scope": "blocks", "compile_mode": "default"}
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
-    savings = (Saving({"compile": True}, "a minute of warm-up", 10),)
+    planning = Planning(
+        savings=(Saving({"compile": True}, "a minute of warm-up", 10),),
+        may_keep_less=(True,),
+        list_candidates=lambda technique: technique.examples,
+        on_fake_device=generate_no_code,
+    )
     # Inductor reorders arithmetic, which in 16 bits can change the loss by up to 1 %; in fp32 the
     # loss changes far less.
     loss_rtol = 1e-2
-    in_sampling = True
-    in_precompute = True
-    slow_to_start = True
-    may_keep_less = (True,)
     saves_launches = True
-    changes_kernels = "time"
+    keeps_parity = True
     backend = "inductor"
     """Name of the `torch.compile` backend; tests use "aot_eager", which compiles much faster."""
     compile_scope: str
@@ -73,13 +78,9 @@ class Compile(Technique):
             )
         return None
 
-    def list_candidates(self) -> tuple[Mapping[str, bool | str], ...]:
-        return ({}, *self.examples)
-
-    def on_fake_device(self) -> None:
-        self.backend = PARTITION_BACKEND
-
+    @property
     def hides_blocks(self) -> bool:
+        """Returns whether the whole model is compiled, so that no probe sees its blocks."""
         return self.compile_scope == "model" and bool(self.compiled)
 
     def on_model(self, model: Model) -> Model:

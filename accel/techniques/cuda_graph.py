@@ -14,7 +14,7 @@ its speed. Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,7 @@ from accel.composite_optimizer import is_fused
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import UNSEEN
 from accel.sharding import get_world_size
-from accel.technique import AnyStep, Observation, Technique, TrainingStep
+from accel.technique import AnyStep, Observation, Planning, Technique, TrainingStep, switch_off
 from common.errors import UserError
 from common.text import shorten_error
 
@@ -40,8 +40,11 @@ class CudaGraph(Technique):
     summary = "the whole step as one launch"
     examples = ({"cuda_graph": True, "fused_adamw": True},)
     loss_rtol = 1e-5
-    absent_from_sampling = "sampling captures no graph: no GPU has proved one yet"
+    used_in = ("training",)
     saves_launches = True
+    planning = Planning(
+        list_candidates=lambda _: ({"cuda_graph": True},), on_fake_device=switch_off
+    )
     update: CapturedUpdate | None = None
     failure: str | None = None
 
@@ -54,12 +57,6 @@ class CudaGraph(Technique):
                 "several."
             )
         return None
-
-    def list_candidates(self) -> tuple[Mapping[str, bool | str], ...]:
-        return {}, {self.key: True}
-
-    def on_fake_device(self) -> None:
-        self.value = self.off
 
     def make_optimizer_kwargs(self) -> dict[str, Any]:
         return {"capturable": True} if self.enabled else {}

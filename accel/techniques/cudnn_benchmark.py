@@ -17,7 +17,7 @@ import torch
 from accel.evidence import NO_KERNEL_SEEN, Evidence, observe_kernels
 from accel.ledger import UNSEEN, UNUSED
 from accel.machine import is_available
-from accel.technique import Observation, Technique
+from accel.technique import Observation, Planning, Technique, switch_off
 
 CONVOLUTION = "aten::cudnn_convolution"
 
@@ -26,10 +26,9 @@ class CudnnBenchmark(Technique):
     key = "cudnn_benchmark"
     summary = "tries cuDNN's algorithms once per shape"
     loss_rtol = 1e-5
-    in_sampling = True
-    in_precompute = True
-    changes_kernels = "time"
+    keeps_parity = True
     nondeterministic = True
+    planning = Planning(on_fake_device=switch_off)
     chosen: Set[str] = frozenset()
     """Names of the kernels that run in a step with the autotuner, but not in a step without it."""
 
@@ -41,9 +40,6 @@ class CudnnBenchmark(Technique):
                 f"{self.device.type}."
             )
         return None
-
-    def on_fake_device(self) -> None:
-        self.value = self.off
 
     def on_process(self) -> None:
         torch.backends.cudnn.benchmark = self.enabled

@@ -20,6 +20,7 @@ class EmptyCacheAtEval(Technique):
     key = "empty_cache_at_eval"
     summary = "gives unused memory back around evaluation only"
     loss_rtol = 0.0
+    used_in = ("training",)
     without_gpu = "PyTorch keeps no cache of memory on {device}."
 
     @contextmanager

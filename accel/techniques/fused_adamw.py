@@ -17,6 +17,7 @@ class FusedAdamW(Technique):
     key = "fused_adamw"
     summary = "fused update; clipping and skipping decided on the device"
     loss_rtol = 1e-5
+    used_in = ("training",)
 
     def make_optimizer_kwargs(self) -> dict[str, Any]:
         # If the technique is off, pass no argument, so that PyTorch chooses: multi-tensor (foreach)

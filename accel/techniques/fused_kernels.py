@@ -3,17 +3,18 @@
 If a key is off, the model calls the definition directly, so that a compiler can fuse it with
 neighbouring operations. If the key is on, the model calls one operator that has a backward pass of
 its own. `true` and `auto` use a kernel only after a trial on the run's own device
-(accel/trial/proof.py): with `true` the kernel's results must agree with the definition's; with
-`auto`, besides, the block must be at most 3 % slower with the kernel than without it.
+(accel/trial/kernels.py): with `true` the kernel's results must agree with the definition's; with
+`auto`, besides, the block must be at most 3 % slower with the kernel than without it, unless
+accel/trial/gains.json says that the kernel is never slower.
 
-The trial takes about half a minute on an H100 for each new model, GPU or version, and with `auto`
-for each new batch too. A kernel saves time, which the trial measures, and memory, because it saves
-fewer tensors for the backward pass.
+The comparison of results is repeated for each new model, GPU or version; a time for each new batch
+too. The trial prints what it does, and how long it expects to take. A kernel saves time, and
+memory, because it saves fewer tensors for the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,15 @@ import torch
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.machine import capability_of, is_installed
-from accel.technique import Model, Observation, Saving, Technique, blocks_of, find_switches
+from accel.technique import (
+    Model,
+    Observation,
+    Planning,
+    Saving,
+    Technique,
+    blocks_of,
+    find_switches,
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,15 @@ class FusedKernel(Technique):
     """Names of further operators whose definitions the technique replaces, in models that call
     these operators instead of `op`."""
     loss_rtol = 1e-2
-    in_sampling = True
-    tried_with = "kernels"
+    used_in = ("training", "sampling")
     switches: Sequence[torch.nn.Module] = ()
     proof: Proof | None = None
 
     def __init_subclass__(cls) -> None:
-        cls.savings = (Saving({cls.key: AUTO}, "nothing: kernels", 0),)
+        cls.planning = Planning(
+            savings=(Saving({cls.key: AUTO}, "nothing: kernels", 0),),
+            on_fake_device=lambda technique: technique.settle(Proof(True, "assumed")),
+        )
 
     def asks_for_proof(self, model: torch.nn.Module) -> bool:
         """Returns whether the technique is on and a block of the model has a module that can use
@@ -70,12 +81,6 @@ class FusedKernel(Technique):
         if capability_of(self.device) < (8, 0):
             return "The Triton kernels need compute capability 8.0 or newer."
         return None
-
-    def list_candidates(self) -> tuple[Mapping[str, bool | str], ...]:
-        return ({self.key: True}, {self.key: False}) if self.value == AUTO else ()
-
-    def on_fake_device(self) -> None:
-        self.settle(Proof(True, "assumed"))
 
     def on_model(self, model: Model) -> Model:
         self.switches = find_switches(blocks_of(model), self.key)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 
 from accel.evidence import BlockEvidence, Evidence, probe_blocks
 from accel.saved_tensors import COUNTERS
-from accel.technique import Model, Observation, Saving, Technique, blocks_of
+from accel.technique import Model, Observation, Planning, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION_PREFIXES = ("_scaled_dot_product", "flex_attention")
@@ -50,10 +50,14 @@ class CheckpointBlocks(Technique):
         for policy in (*BEHAVIOURS, f"{EVERY_PREFIX}2")
     )
     loss_rtol = 0.0
-    changes_kernels = "time"
-    savings = (
-        Saving(examples[1], "recomputes cheap operations", 30),
-        Saving(examples[0], "one more forward pass", 40),
+    used_in = ("training",)
+    keeps_parity = True
+    planning = Planning(
+        savings=(
+            Saving(examples[1], "recomputes cheap operations", 30),
+            Saving(examples[0], "one more forward pass", 40),
+        ),
+        find_period=lambda technique: technique.period,
     )
     checkpoint_policy: str
     blocks: nn.ModuleList | None = None
@@ -63,6 +67,7 @@ class CheckpointBlocks(Technique):
 
     @property
     def period(self) -> int:
+        """Number of blocks after which the pattern of recomputed blocks repeats."""
         _, every, n = self.checkpoint_policy.partition(EVERY_PREFIX)
         return int(n) if every and self.enabled else 1
 

@@ -15,7 +15,7 @@ https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_te
 from __future__ import annotations
 
 import functools
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -25,21 +25,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from accel import saved_tensors
 from accel.evidence import Evidence
 from accel.sharding import find_gathered_storages, find_storages
-from accel.technique import AnyStep, Observation, Saving, Technique
+from accel.technique import AnyStep, Observation, Planning, Saving, Technique
+
+
+def decorate_copies(technique: OffloadActivations, decorate: Callable[..., Any]) -> None:
+    technique.copy_to_host = decorate(technique.copy_to_host)
 
 
 class OffloadActivations(Technique):
     key = "offload_activations"
     summary = "tensors saved for the backward pass wait in host memory"
     loss_rtol = 0.0
-
+    used_in = ("training",)
     without_gpu = "This run is on {device}, whose memory is the host's."
-    savings = (
-        Saving(
-            {"offload_activations": True},
-            "saved tensors cross to the host and back in each step",
-            90,
+    planning = Planning(
+        savings=(
+            Saving(
+                {"offload_activations": True},
+                "saved tensors cross to the host and back in each step",
+                90,
+            ),
         ),
+        decorate_copies=decorate_copies,
     )
     gathered: Set[int] | None = None
     """Addresses of the storages into which FSDP gathers sharded parameters; None until the first

@@ -26,7 +26,7 @@ from accel.composite_optimizer import (
     split_parts,
 )
 from accel.evidence import Evidence
-from accel.technique import Observation, Saving, Technique
+from accel.technique import Observation, Planning, Saving, Technique
 
 MIN_OFFLOADED_ELEMENTS = 4096
 """Number of elements below which a tensor of the optimizer's state stays on the device, such as
@@ -89,15 +89,27 @@ def make_host_tensor(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
 
+def list_host_tensors(technique: OffloadOptimizer) -> list[Tensor]:
+    hosts = [host for state in technique.states for host in state.host.values()]
+    return [tensor for host in hosts for tensor in host.values()]
+
+
 class OffloadOptimizer(Technique):
     key = "offload_optimizer"
     summary = "the optimizer's state in host memory"
     loss_rtol = 0.0
+    used_in = ("training",)
     without_gpu = "This run is on {device}, so the optimizer's state lies in host memory as it is."
-    savings = (
-        Saving(
-            {"offload_optimizer": True}, "the state crosses to the host and back in every step", 80
+    planning = Planning(
+        savings=(
+            Saving(
+                {"offload_optimizer": True},
+                "the state crosses to the host and back in every step",
+                80,
+            ),
         ),
+        count_part_bytes=lambda technique, _: 0.0 if technique.enabled else None,
+        list_host_tensors=list_host_tensors,
     )
     states: Sequence[HostState] = ()
 
@@ -111,13 +123,6 @@ class OffloadOptimizer(Technique):
             return state
 
         return make_on_host
-
-    def count_part_bytes(self, part: int) -> float | None:
-        return 0.0 if self.enabled else None
-
-    def list_host_tensors(self) -> list[Tensor]:
-        hosts = [host for state in self.states for host in state.host.values()]
-        return [tensor for host in hosts for tensor in host.values()]
 
     # What would still say "on" if this did nothing? The count of moved bytes: the state may still
     # be on the device. So read also the device of each tensor of the state.

@@ -28,7 +28,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accel.evidence import Evidence
 from accel.machine import is_available
 from accel.sharding import get_world_size
-from accel.technique import AnyStep, Model, Observation, Saving, Technique, blocks_of
+from accel.technique import (
+    AnyStep,
+    Model,
+    Observation,
+    Planning,
+    Saving,
+    Technique,
+    Value,
+    blocks_of,
+    switch_off,
+)
 
 # Name of the argument that says whether DDP synchronises buffers: `forward_sync_buffers` since
 # torch 2.13, `broadcast_buffers` before.
@@ -51,20 +61,23 @@ class DataParallel(Technique):
     key = "parallel"
     summary = "`runtime.parallel.mode`: `ddp`, `fsdp`, `hsdp`, for several processes"
     examples = tuple({"parallel": mode} for mode in REDUCTIONS)
-    options: ClassVar = dict.fromkeys(
-        (
-            "shard_degree",
-            "reshard_after_forward",
-            "reduce_dtype",
-            "bucket_cap_mb",
-            "gradient_as_bucket_view",
-            "cpu_offload",
-        )
-    )
-    path = "parallel.mode"
-    savings = (
-        Saving({path: "fsdp"}, "two gathers a block", 55),
-        Saving({path: "fsdp", "parallel.cpu_offload": True}, "updates on the host", 85),
+    options: ClassVar = {
+        "shard_degree": None,
+        "reshard_after_forward": True,
+        "reduce_dtype": "fp32",
+        "bucket_cap_mb": 25,
+        "gradient_as_bucket_view": True,
+        "cpu_offload": False,
+    }
+    used_in = ("training",)
+    planning = Planning(
+        savings=(
+            Saving({"parallel.mode": "fsdp"}, "two gathers a block", 55),
+            Saving(
+                {"parallel.mode": "fsdp", "parallel.cpu_offload": True}, "updates on the host", 85
+            ),
+        ),
+        on_fake_device=switch_off,
     )
     off = "none"
     wrapped: Any
@@ -76,6 +89,10 @@ class DataParallel(Technique):
         if value == "auto":
             value = "ddp" if get_world_size() > 1 else "none"
         super().__init__(value, device, **options)
+
+    @classmethod
+    def make_override(cls, value: Value, option: str = "mode") -> str:
+        return super().make_override(value, f"parallel.{option}")
 
     def find_obstacle(self) -> str | None:
         if not is_available("several processes", dist.is_initialized()):
@@ -89,9 +106,6 @@ class DataParallel(Technique):
                 "reduce_dtype=fp32."
             )
         return None
-
-    def on_fake_device(self) -> None:
-        self.value = self.off
 
     @property
     def reduces_in_bf16(self) -> bool:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel.evidence import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS, Evidence
 from accel.machine import capability_of
-from accel.technique import AnyStep, Observation, Saving, Technique, TrainingStep
+from accel.technique import AnyStep, Observation, Planning, Saving, Technique, TrainingStep
 from accel.techniques import float8
 from accel.techniques.compilation import INDUCTOR_PREFIX
 
@@ -64,11 +64,9 @@ class Precision(Technique):
     )
     off = "fp32"
     emulated = ("bf16", "fp16")
+    """Values that a CPU can emulate, more slowly, if it has no instructions for them."""
     loss_rtol = 2e-2
-    in_sampling = True
-    in_precompute = True
-    savings = (Saving({"precision": "bf16"}, "products in bf16", 5),)
-    changes_kernels = "parity"
+    planning = Planning(savings=(Saving({"precision": "bf16"}, "products in bf16", 5),))
     fp8_recipe: str
     scaler: LossScaler | None = None
     layers: float8.Float8Layers | None = None
@@ -104,8 +102,9 @@ class Precision(Technique):
             "would be slower than fp32."
         )
 
-    def describe_arithmetic(self) -> dict[str, Any]:
-        return self.settings if self.value == "fp8" else {self.key: self.value}
+    @property
+    def uses_options(self) -> bool:
+        return self.value == "fp8"
 
     def autocast(self) -> torch.amp.autocast:
         """Returns the autocast context of the forward pass."""
@@ -114,6 +113,7 @@ class Precision(Technique):
         )
 
     def on_layers(self, model: nn.Module) -> None:
+        """Replaces layers in the model's blocks, before any technique wraps a block."""
         if self.value == "fp8":
             self.layers = float8.Float8Layers(model, self.fp8_recipe)
 
@@ -135,6 +135,7 @@ class Precision(Technique):
         return step
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Returns the state that a resumed run needs, name -> tensor: that of the loss scaler."""
         return self.scaler.state_dict() if self.scaler else {}
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:

@@ -17,8 +17,7 @@ class ResidualInFp32(Technique):
     # The loss may change by up to 1 % if blocks compute in 16 bits. If they compute in fp32, the
     # loss is the same with the technique on or off.
     loss_rtol = 1e-2
-    in_sampling = True
-    changes_kernels = "parity"
+    used_in = ("training", "sampling")
 
     def on_model(self, model: Model) -> Model:
         for block in blocks_of(model):

@@ -5,8 +5,6 @@ fp32. TF32 changes nothing for products that already run in 16 bits. docs/benchm
 speed. Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -20,9 +18,6 @@ class Tf32(Technique):
     key = "tf32"
     summary = "fp32 products and convolutions on tensor cores"
     loss_rtol = 1e-3
-    in_sampling = True
-    in_precompute = True
-    changes_kernels = "parity"
 
     def find_obstacle(self) -> str | None:
         if self.device.type != "cuda":
@@ -34,9 +29,6 @@ class Tf32(Technique):
         if major < 8:
             return f"TF32 needs compute capability 8.0 or newer; this GPU has {major}.{minor}."
         return None
-
-    def describe_arithmetic(self) -> dict[str, Any]:
-        return self.settings
 
     def on_process(self) -> None:
         # Set only these two flags, not PyTorch's newer `fp32_precision`: up to torch 2.14 Inductor

@@ -36,7 +36,7 @@ from accel.composite_optimizer import (
 )
 from accel.evidence import Evidence
 from accel.kernels.counter_noise.draws import Purpose, draw
-from accel.technique import AnyStep, Model, Observation, Saving, Technique
+from accel.technique import AnyStep, Model, Observation, Planning, Saving, Technique
 
 DRAW_BYTES = 19.0
 """Temporary memory, in bytes per element that is rounded, while the random bits for the elements
@@ -163,25 +163,32 @@ def round_stochastically(wide: Tensor, bits: Tensor) -> Tensor:
     return torch.where(wide.isfinite(), raised.view(torch.float32), wide).bfloat16()
 
 
+def draw_few(technique: Weights) -> None:
+    technique.elements_per_draw = MAX_COUNTED_DRAW
+
+
+def count_part_bytes(technique: Weights, part: int) -> float | None:
+    if not technique.enabled:
+        return None
+    return 4.0 * part + DRAW_BYTES * min(part, PART_ELEMENTS)
+
+
 class Weights(Technique):
     key = "weights"
     summary = "`bf16`: weights of linear layers in 2 bytes, rounded at random"
     examples = ({"weights": "bf16"},)
     off = "fp32"
     loss_rtol = 2e-2
-    savings = (Saving({"weights": "bf16"}, "weights rounded at random", 70),)
+    used_in = ("training",)
+    planning = Planning(
+        savings=(Saving({"weights": "bf16"}, "weights rounded at random", 70),),
+        on_fake_device=draw_few,
+        count_part_bytes=count_part_bytes,
+    )
     linears: Sequence[nn.Linear] = ()
     parameters: Sequence[Tensor] = ()
     elements_per_draw = PART_ELEMENTS
     update: RoundedUpdate | None = None
-
-    def on_fake_device(self) -> None:
-        self.elements_per_draw = MAX_COUNTED_DRAW
-
-    def count_part_bytes(self, part: int) -> float | None:
-        if not self.enabled:
-            return None
-        return 4.0 * part + DRAW_BYTES * min(part, PART_ELEMENTS)
 
     def on_model(self, model: Model) -> Model:
         self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]

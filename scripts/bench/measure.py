@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel.stack import TECHNIQUES
+from accel.techniques.precision import Precision
 from common.config.compose import compose
 from common.config.schema import OnUnavailable
 from common.environment import CARDS, memory_of, pick_device
@@ -58,7 +58,7 @@ def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
     emulates in software."""
     reasons = find_capabilities(device)
     emulates = device.type == "cpu" and EMULATE_OVERRIDE in words
-    emulable = {kind.make_override(v) for kind in TECHNIQUES for v in kind.emulated if emulates}
+    emulable = {Precision.make_override(v) for v in Precision.emulated if emulates}
     refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
     return {word: reason for word, reason in refusals.items() if reason and word not in emulable}
 

@@ -129,7 +129,7 @@ def build_planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
     stack = build_stack(cfg, CPU, alone=True, kind=GpuStack if gpu else AccelerationStack)
     for technique in stack.techniques:
         if technique.enabled:
-            technique.on_fake_device()
+            technique.planning.on_fake_device(technique)
     return stack
 
 
@@ -212,12 +212,11 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
 
         # Install hooks that report to the tracker where the step is, and which tensors go to host
         # memory.
-        techniques = training.stack.techniques
-        if not any(technique.hides_blocks() for technique in techniques):
+        if not training.stack.hides_blocks:
             for i, block in enumerate(network.blocks):
                 block._compiled_call_impl = track_block(block, i, tracker)
-        for technique in techniques:
-            technique.copy_to_host = tracker.allocate_on_host()(technique.copy_to_host)
+        for technique in training.stack.techniques:
+            technique.planning.decorate_copies(technique, tracker.allocate_on_host())
         for parameter in find_trained_parameters(network).values():
             parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
         tracker.track([*network.parameters(), *network.buffers(), *tree_leaves(batches)])
@@ -262,7 +261,7 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     tracker = Tracker()
     with tracker.allocate_on_host():
         for technique in training.stack.techniques:
-            tracker.track(technique.list_host_tensors())
+            tracker.track(technique.planning.list_host_tensors(technique))
     entries = [value for p in step.parameters for value in collect_state(optimizer, p).values()]
     gradients = [p.grad for p in step.parameters if p.grad is not None]
     state = [value for value in entries if isinstance(value, Tensor)]

@@ -246,7 +246,9 @@ class Forecast:
         """Returns the temporary bytes of an update on one GPU. If the optimizer updates the
         parameters part by part, these are the bytes for its largest part."""
         part = count_largest_part(make_parameter_groups(self.network, self.question.cfg.optim))
-        sizes = [technique.count_part_bytes(part) for technique in self.techniques]
+        sizes = [
+            technique.planning.count_part_bytes(technique, part) for technique in self.techniques
+        ]
         part_sizes = [size for size in sizes if size is not None]
         if not part_sizes:
             return self.count_whole("temporary") / self.question.shards
@@ -330,7 +332,7 @@ def count_run(question: Question) -> Forecast:
     build(cfg.objective, "objective", kind=Objective).attach_heads(network)
     techniques = build_planned_stack(cfg, question.gpu).techniques
     # Kinds of blocks repeat every `period` blocks, under checkpointing and in a hybrid.
-    period = max(technique.period for technique in techniques)
+    period = max(technique.planning.find_period(technique) for technique in techniques)
     period = math.lcm(period, cfg.model.get("attention_every") or 1)
     first = period + model.depth % period
     is_deep = "depth" in cfg.model and model.depth > first + period

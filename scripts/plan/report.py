@@ -267,7 +267,7 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     _, choice = tune_config(composed.cfg, device, SINGLE)
     tried = choice["tried"]
     if not any(row["step_ms"] for row in tried):
-        refusals = "; ".join(f"{row['words']}: {row['refusal']}" for row in tried)
+        refusals = "; ".join(f"{row['words']}: {row['note']}" for row in tried)
         raise UserError(
             f"seconds={cfg.seconds}: nothing was measured ({refusals}); give more seconds."
         )
@@ -281,6 +281,6 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     if steps is not None:
         text += f"# It goes with accumulation_steps={steps}.\n"
     file.write_text(text + to_yaml({"defaults": [base, "_self_"]} | runtime))
-    rows = [(r["words"], r["step_ms"], r["steps"] or None, r["refusal"] or "") for r in tried]
+    rows = [(r["words"], r["step_ms"], r["steps"] or None, r["note"]) for r in tried]
     listed = format_table([("candidate", "ms/step", "steps", ""), *rows])
     return f"{listed}\n\n{choice['words']}: written to {file}"

@@ -61,7 +61,7 @@ def list_savings(question: Question, exact: bool = False) -> list[Saving]:
     savings = [] if exact else [EIGHT_BIT]
     for kind in TECHNIQUES:
         if not exact or kind.loss_rtol == 0.0:
-            savings += kind.savings
+            savings += kind.planning.savings
     times = 2
     while question.samples % times == 0:
         smaller = SMALLER_ORDER if question.samples // times >= FEW_SAMPLES else MUCH_SMALLER_ORDER

@@ -3,10 +3,12 @@
 For a run with `budget_minutes`, this file measures the seconds of its steps and pauses instead.
 
 A candidate is a combination of runtime keys. The search goes through the techniques and tries each
-technique's values on top of the best candidate so far. Each candidate builds and warms up the whole
-step in its own process (this file again), so a candidate that crashes, hangs or exhausts the memory
-does not end the search. A candidate may change how a step is computed, but not its result: its
-losses must match those of the first candidate, within the tolerances that the techniques state.
+technique's values on top of the best candidate so far. Kernels with `auto` are on in all
+candidates: the run chooses among them by itself (accel/trial/kernels.py). Each candidate builds and
+warms up the whole step in its own process (this file again), so a candidate that crashes, hangs or
+exhausts the memory does not end the search. A candidate may change how a step is computed, but not
+its result: its losses must match those of the first candidate, within the tolerances that the
+techniques state.
 """
 
 from __future__ import annotations
@@ -15,23 +17,17 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
-import warnings
-from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accel.ledger import UNUSED
+from accel.ledger import AUTO, UNUSED
 from accel.stack import AccelerationStack
 from accel.techniques.fused_kernels import FusedKernel
-from common import workers
 from common.config import build
 from common.config.compose import apply_schema
 from common.config.schema import ParallelConfig, TrainConfig
@@ -40,6 +36,7 @@ from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.memory import GIB
 from common.text import shorten_error
+from common.workers import ask_child, end_with_parent
 from data.spec import LatentSpec
 from data.synthetic import imitate_set
 from scripts import timing
@@ -54,7 +51,7 @@ from training.assemble import Training, assemble
 from training.inputs import find_text_level
 from training.preflight.length import measure_pauses
 from training.preflight.memory import refuse_large_step
-from training.preflight.tune import STEPS_KEY, apply_changes, is_available, run_apart
+from training.preflight.tune import STEPS_KEY, TUNER_PROGRAM, apply_changes, is_available
 
 NEEDED_SHARE = 0.98
 """A candidate replaces the best one so far only if its step takes less than this share of the best
@@ -108,21 +105,23 @@ class Search:
         """Searches for the fastest candidate. Returns a dict: `words`, the overrides of the fastest
         candidate; `changes`, the same as key -> value; `tried`, a list with the result of every
         candidate."""
-        best = dict(ChainMap(self.find_fitting(), *(values[0] for values in self.list_ways())))
+        best = self.find_fitting()
         fastest = self.time_candidate(best)
 
-        def choose(alternatives: list[Changes]) -> None:
+        def choose(alternatives: Iterable[Changes]) -> None:
             nonlocal best, fastest
             for values in alternatives:
                 candidate = best | values
                 if self.is_supported(candidate):
-                    step_time = self.time_candidate(candidate)
+                    step_time = self.time_candidate(candidate, fastest)
                     if step_time < NEEDED_SHARE * fastest:
                         best = candidate
                         fastest = step_time
+                else:
+                    self.note(candidate, "not tried: this machine or configuration excludes it")
 
         for values in self.list_ways():
-            choose(values[1:])
+            choose(values)
         choose(list_micro_batches(apply_changes(self.cfg, best)))
         return {"words": describe_changes(best), "changes": best, "tried": self.tried}
 
@@ -152,7 +151,7 @@ class Search:
         try:
             now = forecast(question)
         except ValueError as error:
-            warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
+            self.note({}, f"whether the step fits the memory is not known: {error}")
             return {}
         taken, plan = find_cheapest_change(now, USABLE_MEMORY * memory, apply, exact=True)
         needed = plan.needs.total
@@ -165,30 +164,37 @@ class Search:
         self.reserved += plan.buckets
         return merge_values(taken)
 
+    @property
+    def stack(self) -> AccelerationStack:
+        """The techniques of the run as it is configured."""
+        values = self.cfg.runtime.values()
+        return AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
+
     def list_ways(self) -> list[list[Changes]]:
         """Returns a list for each technique that the search tries: the technique's candidates, each
-        as key -> value, the run's present values first. The lists of techniques that launch fewer
-        kernels come first. Techniques that the model does not use have no list."""
-        values = self.cfg.runtime.values()
-        stack = AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
+        as key -> value. The lists of techniques that launch fewer kernels come first. Techniques
+        that the model does not use have no list."""
         unused = self.reference.get("unused", ())
-
-        # Group techniques with the same `tried_with`: the search changes their values together.
-        groups: dict[str, list[Any]] = {}
-        for technique in reversed(stack.techniques):
-            candidates = technique.list_candidates()
-            if candidates and technique.key not in unused:
-                groups.setdefault(technique.tried_with or technique.key, []).append(candidates)
-        return [
-            [dict(ChainMap(*changes)) for changes in zip(*group, strict=True)]
-            for group in groups.values()
+        ways = [
+            t.planning.list_candidates(t)
+            for t in reversed(self.stack.techniques)
+            if t.key not in unused
         ]
+        return [[dict(values) for values in way] for way in ways if way]
 
-    def time_candidate(self, changes: Changes) -> float:
-        """Runs the configuration with `changes` and returns the median milliseconds per step;
-        infinity if the candidate failed, no time was left for it, its losses differ from the first
-        candidate's, or the same configuration was tried before."""
-        cfg = apply_changes(self.cfg, changes)
+    def note(self, changes: Changes, note: str, seconds: list[float] | None = None) -> None:
+        """Adds a candidate to `tried`."""
+        ms = round(1e3 * statistics.median(seconds), 4) if seconds else None
+        row = {"words": describe_changes(changes), "step_ms": ms, "steps": len(seconds or ())}
+        self.tried.append(row | {"note": note})
+
+    def time_candidate(self, changes: Changes, fastest: float = math.inf) -> float:
+        """Runs the configuration with `changes` and returns the median seconds per step; infinity
+        if the candidate failed, no time was left for it, its losses differ from the first
+        candidate's, or the same configuration was tried before. `fastest`: seconds of the best
+        candidate so far."""
+        kernels = [t for t in self.stack.techniques if isinstance(t, FusedKernel)]
+        cfg = apply_changes(self.cfg, {t.key: True for t in kernels if t.value == AUTO} | changes)
         if cfg in self.tried_configs:
             return math.inf
         self.tried_configs.append(cfg)
@@ -201,16 +207,13 @@ class Search:
             self.longest = max(self.longest, time.monotonic() - began)
 
         refusal = result["refusal"] or self.find_difference(result)
-        seconds = result.get("seconds") or []
-        ms = round(1e3 * statistics.median(seconds), 4) if seconds and not refusal else None
-        row = {
-            "words": describe_changes(changes),
-            "step_ms": ms,
-            "steps": len(seconds),
-            "refusal": refusal,
-        }
-        self.tried.append(row)
-        return ms or math.inf
+        if refusal:
+            self.note(changes, refusal)
+            return math.inf
+        median = statistics.median(result["seconds"])
+        gain = f", {fastest / median:.3g} × as fast as the best before" * (fastest < math.inf)
+        self.note(changes, f"{1e3 * median:.4g} ms{gain}", result["seconds"])
+        return median
 
     def run_candidate(self, cfg: TrainConfig, asked: list[str]) -> dict[str, Any]:
         """Runs `try_out` with the configuration `cfg` in its own process and returns its result;
@@ -219,16 +222,8 @@ class Search:
         limit = self.seconds_left * (CANDIDATE_SHARE if self.reference else 1.0)
         until = time.monotonic() + 0.95 * limit
         candidate = {"cfg": asdict(cfg), "asked": asked, "held": self.reserved, "until": until}
-        with tempfile.TemporaryFile() as log:
-            code, result = run_apart({**self.job, **candidate}, limit, log)
-            if result is not None:
-                return result
-            if code is None:
-                return {"refusal": f"it was not measured after {limit:.0f} s"}
-            log.seek(0)
-            lines = log.read().decode(errors="replace").strip().splitlines()
-        why = f" ({lines[-1][:200]})" if lines else ""
-        return {"refusal": f"its process ended{why}"}
+        result, end = ask_child(TUNER_PROGRAM, {**self.job, **candidate}, limit)
+        return result or {"refusal": f"its process {end}"}
 
     def find_difference(self, result: dict[str, Any]) -> str | None:
         """Compares a candidate's losses and gradient norms with those of the first candidate.
@@ -281,14 +276,12 @@ def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
     gradients) have a value per step. `tolerance` is the relative difference that these may have
     from the first candidate's. `unused` lists the keys of techniques that the model does not use.
 
-    `refusal` says which technique of the keys `asked` is not on, or is None. A fused kernel that is
-    off is no reason for a refusal, because a run continues without the kernel.
+    `refusal` says which technique of the keys `asked` is not on, or is None.
     """
     ledger = training.warm_up()
     outputs = [training.take_step() for _ in range(PROBE_STEPS)]
     techniques = [t for t in training.stack.techniques if t.key in asked]
-    needed = {t.key for t in techniques if not isinstance(t, FusedKernel)}
-    inactive = [row for row in ledger if row.missing and row.key in needed]
+    inactive = [row for row in ledger if row.missing and row.key in asked]
     return {
         "losses": [float(output.loss) for output in outputs],
         "norms": [float(output.grad_norm) for output in outputs],
@@ -344,24 +337,20 @@ def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main(file: Path) -> None:
-    """Runs the job in `file` (a whole search, or one candidate of it) and writes its result, or the
-    reason why the job was refused, to the same path with the suffix .found."""
-    job = read_object(file)
-    workers.end_with_parent(job["parent"])
+def main(folder: Path) -> None:
+    """Runs the job in `folder` (a whole search, or one candidate of it) and writes its result, or
+    the reason why the job was refused, to found.json (see `ask_child`)."""
+    job = read_object(folder / "job.json")
+    end_with_parent(job["parent"])
     build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
-    # Start a fake process group with as many processes as the run has, so that the search leaves
-    # out techniques that need a run on one process.
-    if not job.keys() & {"asked", "measure"} and job["processes"] > 1:
-        dist.init_process_group("fake", rank=0, world_size=job["processes"], store=FakeStore())
     try:
         if "measure" in job:
-            result = measure_run(job, file.with_suffix(".png"))
+            result = measure_run(job, folder / "grid.png")
         else:
             result = try_out(job) if "asked" in job else Search(job).run()
     except ValueError as error:
         result = {"refusal": str(error)}
-    write_atomically(file.with_suffix(".found"), json.dumps(result))
+    write_atomically(folder / "found.json", json.dumps(result))
 
 
 if __name__ == "__main__":

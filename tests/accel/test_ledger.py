@@ -243,10 +243,10 @@ def test_every_row_says_what_would_fool_it_and_is_sabotaged():
 
 def test_the_ledgers_table_marks_what_is_missing_and_its_line_says_what_is_on():
     rows = [("tf32", True, "unused"), ("compile", True, False), ("fused_adamw", False, True)]
-    rows += [("precision", "fp16", "bf16"), ("tune", "auto", "a=1 b=2")]
+    rows += [("precision", "fp16", "bf16"), ("trials", "auto", "a=1 b=2")]
     ledger = Ledger([LedgerRow(*row, "seen") for row in rows])
     lines = ledger.format_table().splitlines()
     marked = [line.split()[1] for line in lines if line.startswith("!")]
     assert marked == ["compile", "precision"]
-    expected = "compile=false fused_adamw=true amp=true amp_dtype=bf16 tf32=unused tune=a=1,b=2"
+    expected = "compile=false fused_adamw=true amp=true amp_dtype=bf16 tf32=unused trials=a=1,b=2"
     assert ledger.format_line() == f"Acceleration: {expected}"

@@ -10,6 +10,9 @@ from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.compilation import Compile
 from accel.techniques.fused_adamw import FusedAdamW
 from accel.techniques.precision import Precision
+from common.config.compose import compose
+from common.config.schema import RuntimeConfig
+from common.files import ROOT
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import cover_pairs
 from tests.harness.steps import (
@@ -63,6 +66,31 @@ def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(
     assert_within(take_plain_step(family)[1], fast, find_technique(key).loss_rtol)
     if family == "hybrid":
         assert read_ledger(training)[key].active == value
+
+
+def test_the_example_of_contributing_is_a_technique(monkeypatch):
+    extension = {}
+    exec((ROOT / "CONTRIBUTING.md").read_text().split("```")[3].removeprefix("python"), extension)
+    kind = extension["PauseGarbageCollector"]
+    monkeypatch.setattr("accel.stack.TECHNIQUES", (*TECHNIQUES, kind))
+    read = RuntimeConfig.values
+    for on in (True, False):
+        values = {kind.key: on}
+        monkeypatch.setattr(RuntimeConfig, "values", lambda cfg, new=values: read(cfg) | new)
+        training, step = take_one_step()
+        assert_within(take_plain_step("mamba")[1], step, kind.loss_rtol)
+        assert read_ledger(training)[kind.key].active is on
+
+
+def test_options_without_their_switch_are_told():
+    told = {"compile_mode": "reduce-overhead", "checkpoint_policy": "selective"}
+    told |= {"fp8_recipe": "rowwise", "parallel.bucket_cap_mb": 9}
+    words = [f"runtime.{key}={value}" for key, value in told.items()]
+    values = compose(["runtime=eager", *words]).cfg.runtime.values()
+    with pytest.warns(UserWarning, match="has no effect with runtime") as warned:
+        AccelerationStack(values, CPU)
+    assert sorted(str(w.message).partition(" ")[0] for w in warned) == sorted(words)
+    AccelerationStack(values, CPU, only=("compile",))
 
 
 def assert_within(plain, fast, rtol):

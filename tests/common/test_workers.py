@@ -13,10 +13,9 @@ from common.files import write_atomically
 from common.workers import (
     Prefetcher,
     Readers,
+    ask_child,
     end_with_parent,
     refuse_small_shared_memory,
-    run_to_end,
-    run_watched,
 )
 from tests.harness.limits import start_fork
 from tests.harness.refusals import expect_refusal
@@ -31,18 +30,10 @@ sys.exit(3)
 """
 
 
-def python(code):
-    return [sys.executable, "-c", code]
-
-
-def test_a_command_takes_its_children_along(tmp_path):
-    with (tmp_path / "log").open("wb") as output:
-        assert run_to_end(python(LEAVE_CHILD), output=output) == 3
-    wait_until_dead(int((tmp_path / "log").read_text()))
-
-
-def test_a_command_that_takes_too_long_is_ended():
-    assert run_to_end(python("import time; time.sleep(600)"), seconds=0.1) is None
+def test_a_command_takes_its_children_along():
+    _, end = ask_child(["-c", LEAVE_CHILD], {})
+    assert end.startswith("ended with code 3 (")
+    wait_until_dead(int(end.rpartition("(")[2].rstrip(")")))
 
 
 def test_a_process_ends_with_its_parent(tmp_path):
@@ -67,34 +58,42 @@ def test_a_process_ends_with_its_parent(tmp_path):
     parent.join()
 
 
-def test_a_child_imports_what_its_parent_does_and_does_not_get_what_is_left_out(monkeypatch):
-    monkeypatch.setenv("SECRET", "x")
+def test_a_child_imports_what_its_parent_does_and_is_no_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    environment = workers.make_child_environment(without=["SECRET"])
-    assert "SECRET" not in environment
+    environment = workers.make_child_environment()
+    assert "RANK" not in environment
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == os.getcwd()
 
 
+START = "import sys; from pathlib import Path; folder = Path(sys.argv[1]);"
+ANSWER = f"{START} (folder / 'found.json').write_text"
+
+
 @pytest.mark.parametrize(
-    ("code", "end"),
+    ("code", "found", "end"),
     [
-        ("print('no'); raise SystemExit(4)", "ended with code 4 (no)"),
-        ("import os; os.kill(os.getpid(), 9)", "ended with signal SIGKILL"),
-        ("import time; time.sleep(600)", "did not answer for 1 s"),
+        (f"{ANSWER}((folder / 'job.json').read_text())", 1, "ended with code 0"),
+        ("print('no'); raise SystemExit(4)", None, "ended with code 4 (no)"),
+        (
+            "raise ZeroDivisionError('why\\nmore')",
+            None,
+            "ended with code 1 (ZeroDivisionError: why)",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", None, "ended with signal SIGKILL"),
+        ("import time; time.sleep(600)", None, "did not answer for 1 s"),
+        (
+            # News give a new limit.
+            f"""{ANSWER}('{{"question": 2, "patience": 0.5}}'); import time; time.sleep(600)""",
+            2,
+            "did not answer for 0 s",
+        ),
     ],
 )
-def test_the_end_of_a_watched_command_is_described(code, end, tmp_path):
-    patience = 1.0 if "sleep" in code else HANG
-    news = tmp_path / "news"
-    assert run_watched(python(code), news, tmp_path / "log", lambda: patience) == end
-
-
-def test_news_give_a_watched_command_a_new_limit(tmp_path):
-    news = tmp_path / "news"
-    code = f"import time; open({str(news)!r}, 'w'); time.sleep(600)"
-    limits = iter([HANG, 0.5])
-    end = run_watched(python(code), news, tmp_path / "log", lambda: next(limits))
-    assert end == "did not answer for 0 s"
+def test_a_child_answers_or_its_end_is_described(code, found, end):
+    patience = 1.0 if found is None and "sleep" in code else HANG
+    answer, ended = ask_child(["-c", code], {"question": 1}, patience)
+    assert (answer.get("question"), ended) == (found, end)
 
 
 def test_shared_memory_must_hold_the_batches_of_all_processes(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from accel.technique import find_switches
 from accel.techniques.precision import Precision
 from accel.trial.child import draw_inputs, run_both_passes, switch
 from accel.trial.parity import ComparingMode
-from accel.trial.proof import record_uses
+from accel.trial.uses import record_uses
 from tests.harness.steps import tiny_training
 from tests.harness.words import CPU, slow
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from accel.trial.contest import make_ledger_row
 from common.config.compose import compose
 from common.distributed.ranks import SINGLE
 from scripts.plan import tune as tuner
@@ -45,7 +46,7 @@ def try_only(monkeypatch, *steps):
     candidates = [{"accumulation_steps": n} for n in steps]
     monkeypatch.setattr(tuner.Search, "list_ways", lambda _: [])
     monkeypatch.setattr(tuner, "list_micro_batches", lambda _: candidates)
-    monkeypatch.setattr(tune, "measure_choice", lambda question: tuner.Search(question).run())
+    monkeypatch.setattr(tune, "measure_apart", lambda job: tuner.Search(job).run())
 
 
 def save_choice(folder, changes):
@@ -65,44 +66,47 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch):
     assert not tuned.runtime.tune
     rows = {row["words"]: row for row in choice["tried"]}
     assert rows["as given"]["step_ms"] > 150
-    assert "more than 1e-03 apart" in rows["accumulation_steps=4"]["refusal"]
-    assert rows["accumulation_steps=8"]["refusal"] == "memory ran out"
-    row = tune.make_ledger_row(choice)
+    assert "× as fast as the best before" in rows["accumulation_steps=2"]["note"]
+    assert "more than 1e-03 apart" in rows["accumulation_steps=4"]["note"]
+    assert rows["accumulation_steps=8"]["note"] == "memory ran out"
+    row = make_ledger_row([choice])
     assert (row.active, row.missing) == ("accumulation_steps=2", False)
+    assert "accumulation_steps=8: memory ran out" in row.evidence
 
-    monkeypatch.setattr(tune, "measure_choice", None)
+    monkeypatch.setattr(tune, "measure_apart", None)
     assert tune.tune_config(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(choice))
 
 
 def test_the_choice_of_a_run_is_kept_where_it_fits(monkeypatch, tmp_path):
     cfg = compose(PLANTED).cfg
     file = save_choice(tmp_path, {"accumulation_steps": 8})
-    assert tune.read_choice(file, cfg, CPU, 2) is not None
-    assert tune.read_choice(file, cfg, CPU, 4) is None
+    assert tune.read_choice(tmp_path, cfg, CPU, 2) is not None
+    assert tune.read_choice(tmp_path, cfg, CPU, 4) is None
     for changes in ({"no_such_key": True}, {"compile": "x"}, {"accumulation_steps": 3}):
-        assert tune.read_choice(save_choice(tmp_path, changes), cfg, CPU, 1) is None
+        save_choice(tmp_path, changes)
+        assert tune.read_choice(tmp_path, cfg, CPU, 1) is None
     for content in ("{", "[]"):
         file.write_text(content)
-        assert tune.read_choice(file, cfg, CPU, 1) is None
+        assert tune.read_choice(tmp_path, cfg, CPU, 1) is None
 
-    # other memory or other code makes a choice invalid
-    facts = tune.hash_facts(cfg, CPU, 1, 1e9)
-    assert facts != tune.hash_facts(cfg, CPU, 1, 2e9)
-    assert facts != tune.hash_facts(replace(cfg, extensions=[]), CPU, 1, 1e9)
+    # other code makes a choice invalid
+    job = make_search(cfg).job
+    other = job | {"cfg": job["cfg"] | {"extensions": []}}
+    assert tune.collect_facts(job, CPU)["code"] != tune.collect_facts(other, CPU)["code"]
 
 
 ACTOR = """
 import json, os, signal, sys, time
 from pathlib import Path
-file = Path(sys.argv[1])
-steps = json.loads(file.read_text())["cfg"]["accumulation_steps"]
+folder = Path(sys.argv[1])
+steps = json.loads((folder / "job.json").read_text())["cfg"]["accumulation_steps"]
 role = {1: "slow", 2: "hangs", 4: "crashes", 8: "other norms", 16: "quick"}[steps]
 if role == "hangs": time.sleep(3600)
 if role == "crashes": os.kill(os.getpid(), signal.SIGSEGV)
 seconds = [1.0 if role == "quick" else 2.0] * 3
 norms = [2.2 if role == "other norms" else 2.0]
 result = {"losses": [1.0], "norms": norms, "tolerance": 1e-3, "refusal": None, "seconds": seconds}
-file.with_suffix(".found").write_text(json.dumps(result))
+(folder / "found.json").write_text(json.dumps(result))
 """
 
 
@@ -112,19 +116,20 @@ def test_a_candidate_that_hangs_crashes_or_computes_something_else_costs_itself(
     """The tuner tries the next ones; the rows of those after the budget say so."""
     (tmp_path / "actor.py").write_text(ACTOR)
     try_only(monkeypatch, 2, 4, 8, 16)
-    monkeypatch.setattr(tune, "TUNER_PROGRAM", [str(tmp_path / "actor.py")])
+    monkeypatch.setattr(tuner, "TUNER_PROGRAM", [str(tmp_path / "actor.py")])
     monkeypatch.setattr(tuner, "CANDIDATE_SHARE", 0.1)
     monkeypatch.setattr(tuner.Search, "find_fitting", lambda _: {})
     cfg = compose(PLANTED).cfg
     choice = make_search(cfg, seconds=20.0).run()
     assert choice["words"] == "accumulation_steps=16"
-    refusals = {row["words"]: row["refusal"] for row in choice["tried"]}
-    assert refusals["as given"] is None
-    assert refusals["accumulation_steps=2"] == "it was not measured after 2 s"
-    assert "its process ended" in refusals["accumulation_steps=4"]
-    assert "its norms are 2.2 instead of 2" in refusals["accumulation_steps=8"]
+    notes = {row["words"]: row["note"] for row in choice["tried"]}
+    assert notes["as given"] == "2000 ms"
+    assert notes["accumulation_steps=2"] == "its process did not answer for 2 s"
+    assert "its process ended with signal SIGSEGV" in notes["accumulation_steps=4"]
+    assert "its norms are 2.2 instead of 2" in notes["accumulation_steps=8"]
+    assert notes["accumulation_steps=16"] == "1000 ms, 2 × as fast as the best before"
     late = make_search(cfg, seconds=-1.0).run()
-    assert {row["refusal"] for row in late["tried"]} == {tuner.TOO_LATE}
+    assert {row["note"] for row in late["tried"]} == {tuner.TOO_LATE}
 
 
 def test_memory_demands_micro_batches_before_checkpoints(monkeypatch):
@@ -149,7 +154,7 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch):
 
 REFUSES = (
     "import sys; from pathlib import Path;"
-    "Path(sys.argv[1]).with_suffix('.found').write_text('{\"refusal\": \"too large\"}')"
+    "(Path(sys.argv[1]) / 'found.json').write_text('{\"refusal\": \"too large\"}')"
 )
 
 
@@ -166,37 +171,34 @@ def test_the_run_says_why_its_tuner_failed(program, sentence, monkeypatch):
         tune.tune_config(compose(PLANTED).cfg, CPU, SINGLE)
 
 
-def list_candidates(*words, processes=1):
-    cfg = compose([*TINY_SYNTHETIC, "runtime=auto", *words]).cfg
-    candidates = [values for way in make_search(cfg).list_ways() for values in way]
-    candidates += tuner.list_micro_batches(cfg)
-    return {
-        tuner.describe_changes(values)
-        for values in candidates
-        if tune.is_available(cfg, values, CPU, processes)
-    }
-
-
-def test_candidates_go_with_the_rest_of_the_configuration():
+def test_candidates_go_with_the_rest_of_the_configuration(monkeypatch):
     """The tuner leaves out techniques that are not available, contradict another key, or are on
     already."""
-    candidates = list_candidates()
-    for technique in ("cuda_graph", "attention", "fused"):
-        assert not any(technique in candidate for candidate in candidates)
-    assert {"as given", "accumulation_steps=2"} <= candidates
-    assert "accumulation_steps=2" not in list_candidates("batch_size=6", processes=2)
-    assert "accumulation_steps=8" in list_candidates("accumulation_steps=4")
+    cfg = compose([*TINY_SYNTHETIC, "runtime=auto"]).cfg
+    assert not tune.is_available(cfg, {"cuda_graph": True}, CPU, 1)
+    six = replace(cfg, batch_size=6)
+    assert not tune.is_available(six, {"accumulation_steps": 2}, CPU, 2)
+    monkeypatch.setattr("accel.techniques.cuda_graph.CudaGraph.find_obstacle", lambda _: None)
+    assert not tune.is_available(six, {"cuda_graph": True}, CPU, 2)
+    four = replace(cfg, accumulation_steps=4)
+    steps = [values["accumulation_steps"] for values in tuner.list_micro_batches(four)]
+    assert steps == [8, 2]
 
 
-def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(monkeypatch):
-    """Where there is a GPU, the tuner tries kernels together, on first."""
+def test_the_tuner_leaves_kernels_to_the_run_and_skips_what_the_model_does_not_use(monkeypatch):
     monkeypatch.setattr("accel.techniques.fused_kernels.FusedKernel.find_obstacle", lambda _: None)
     search = make_search(compose([*TINY_SYNTHETIC, "runtime=auto"]).cfg)
-    search.reference = {"unused": ["fused_scan", "fused_rope", "fused_swiglu"]}
-    ways = search.list_ways()
-    kernels = {"fused_add_norm", "fused_conv"}
-    assert [dict.fromkeys(kernels, True), dict.fromkeys(kernels, False)] in ways
-    assert not any("fused_scan" in values for way in ways for values in way)
+    search.reference = {"unused": ["cuda_graph"]}
+    assert {key for way in search.list_ways() for values in way for key in values} == {
+        "compile",
+        "compile_scope",
+    }
+    configs = []
+    result = {"refusal": "x"}
+    monkeypatch.setattr(search, "run_candidate", lambda cfg, _: configs.append(cfg) or result)
+    search.time_candidate({})
+    assert configs[0].runtime.fused_scan is True
+    assert search.tried[0]["words"] == "as given"
 
 
 @pytest.mark.parametrize(
@@ -218,16 +220,16 @@ def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path):
     file = save_choice(tmp_path, HALVES)
     choice = json.loads(file.read_text())
     for samples in (16, 32):
-        row = train(compose([*words, f"total_samples={samples}"]))["ledger"]["tune"]
+        row = train(compose([*words, f"total_samples={samples}"]))["ledger"]["trials"]
         assert row["active"] == "accumulation_steps=2"
     assert json.loads(file.read_text()) == choice
 
 
 def test_tune_writes_a_runtime_file(tmp_path, monkeypatch, capsys):
     changes = {"compile": True, "compile_scope": "model"} | HALVES
-    row = {"words": "", "step_ms": 5.0, "steps": 8, "refusal": None}
+    row = {"words": "", "step_ms": 5.0, "steps": 8, "note": "5 ms"}
     choice = {"words": "", "changes": changes, "tried": [row]}
-    monkeypatch.setattr("training.preflight.tune.find_choice", lambda *_: choice)
+    monkeypatch.setattr(tune, "settle", lambda *_: {"runtime": choice})
     out = tmp_path / "tuned.yaml"
     main(["tune", *TINY_SYNTHETIC, f"out={out}"])
     assert f"written to {out}" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from data.loader import LatentLoader
 from training.assemble import Training
 from training.evaluate import draw_sample_grid, evaluate
 from training.inputs import find_text_level, foresee_latents
-from training.preflight.tune import measure_choice
+from training.preflight.tune import measure_apart
 from training.weights.pretrained import build_autoencoder
 
 LENGTH_FILE = "length.json"
@@ -77,7 +77,7 @@ def spend_budget(cfg: TrainConfig, seconds: Mapping[str, float]) -> TrainConfig:
 def measure_seconds(cfg: TrainConfig, device: torch.device, processes: int) -> dict[str, float]:
     """Measures the seconds of a step, an evaluation and a grid in another process."""
     print("measuring a step, an evaluation and a grid …", flush=True)
-    return measure_choice(
+    return measure_apart(
         {"cfg": asdict(cfg), "device": str(device), "processes": processes, "measure": True}
     )
 

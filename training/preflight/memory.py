@@ -63,7 +63,7 @@ def count_lasting_bytes(training: Training) -> LastingBytes:
     on_host = sum(
         count_bytes(tensor)
         for technique in training.stack.techniques
-        for tensor in technique.list_host_tensors()
+        for tensor in technique.planning.list_host_tensors(technique)
     )
     return LastingBytes(
         weights=sum(size for size, _ in sizes),
@@ -99,10 +99,10 @@ def count_step(training: Training) -> Need:
         parts["workers"] = WORKER_BYTES * (cfg.data.get("num_workers") or 0)
         if cfg.async_checkpoints and cfg.save_every:
             unsure["the rest of a checkpoint"] = state
-    elif any(t.count_part_bytes(1) == 0.0 for t in techniques):
+    elif any(t.planning.count_part_bytes(t, 1) == 0.0 for t in techniques):
         state = 0.0  # in host memory
     parts["the optimizer's state"] = state
-    compiled = any(t.value in t.may_keep_less for t in techniques)
+    compiled = any(t.value in t.planning.may_keep_less for t in techniques)
     doubt = " at most, for compiled code may keep less" if compiled else ""
     return Need(parts, each, training.micro_batch, unsure, doubt)
 

@@ -6,13 +6,14 @@ import json
 import pytest
 import torch
 
-from accel.trial import proof
+from accel.trial import kernels
+from accel.trial.kernels import Contest
 from accel.trial.parity import ComparingMode
-from accel.trial.proof import Question
+from common import workers
 from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.planted_models import PlantedModel
-from tests.harness.proofs import GOOD, plant_findings, prove_scan
-from tests.harness.words import CPU, slow
+from tests.harness.proofs import GOOD, make_stack, make_use, plant_findings, prove_scan
+from tests.harness.words import slow
 
 pytestmark = pytest.mark.usefixtures("kernels_on_a_cpu")
 
@@ -20,10 +21,9 @@ pytestmark = pytest.mark.usefixtures("kernels_on_a_cpu")
 def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
     on, why, choice = prove_scan()
     assert on
-    assert choice["chosen"] == {"fused_scan": True}
-    assert capfd.readouterr().err.count("Trying fused_scan") == 1
+    assert "about 27 s: parity of fused_scan; times of fused_scan …" in capfd.readouterr().err
     # The next run reads the cache.
-    monkeypatch.setattr(proof, "run_trials", None)
+    monkeypatch.setattr(kernels, "ask_child", None)
     assert prove_scan()[:2] == (on, why)
 
 
@@ -40,13 +40,13 @@ def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
 def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
     monkeypatch.setenv("PLANT", fault)
     if fault == "hang":
-        read = proof.read_findings
+        read = workers.read_found
 
         def read_impatiently(file):
             state = read(file)
             return state | ({"patience": 2.0} if state.get("doing") == "its parity test" else {})
 
-        monkeypatch.setattr(proof, "read_findings", read_impatiently)
+        monkeypatch.setattr(workers, "read_found", read_impatiently)
     chosen, why, _ = prove_scan()
     assert chosen is on
     assert word in why
@@ -70,30 +70,20 @@ def test_a_kernel_must_write_all_and_the_same_each_time(fault, sentence, monkeyp
 
 
 def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
-    """Keys before it keep their results, and another process tries the keys after it."""
-    crash = {"doing": "its parity test", "key": "b", "found": {"a": GOOD}}
-    found = {"a": GOOD, "b": proof.make_failure("x"), "c": GOOD}
-    last = {"doing": "nothing more", "key": None, "found": found}
-    ends = iter([(crash, "ended with signal SIGABRT"), (last, "ended")])
+    """Keys before it keep their results, and another process tries the keys after it; a process
+    that fails in its start costs all that remain."""
+    states = iter([{"doing": "its parity test", "trying": "b", "found": {"a": GOOD}}, {}])
     jobs = []
 
-    def read_end(folder):
-        jobs.append(json.loads((folder / "job.json").read_text())["found"])
-        return next(ends)
+    def end(program, job):
+        jobs.append(job["found"])
+        return next(states), "ended with signal SIGABRT"
 
-    monkeypatch.setattr(proof, "watch_trial", read_end)
-    question = Question({key: "auto" for key in "abc"}, {}, 8, CPU)
-    findings = proof.run_trials(question, [], list("abc"), list("abc"), {})
+    monkeypatch.setattr(kernels, "ask_child", end)
+    found = Contest(make_stack(), {}, [make_use(16)], 8).run_trials(list("abc"), ["b", "c"], {})
     assert "SIGABRT in its parity test" in jobs[1]["b"]["refusal"]
-    assert findings["c"] == GOOD
-
-
-def test_a_device_that_admits_no_second_process_is_a_reason(monkeypatch):
-    end = "ended with code 1 (CUDA error: device busy)"
-    monkeypatch.setattr(proof, "watch_trial", lambda folder: ({}, end))
-    on, why, _ = prove_scan()
-    assert not on
-    assert why == f"the process that tried it {end} in its start"
+    assert found["a"] == GOOD
+    assert found["c"]["refusal"].endswith("SIGABRT in its start")
 
 
 def test_a_model_that_cannot_be_sent_is_a_reason():
@@ -112,7 +102,8 @@ def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path)
     assert zygote(tmp_path / "run", *words, ranks=2, environment=environment) == [0, 0]
     row = json.loads((tmp_path / "run" / "ledger.json").read_text())["fused_conv"]
     assert row["active"] is False
-    assert "its parity test failed" in row["evidence"]
+    assert "ended with code 1" in row["evidence"]
+    assert "in its parity test" in row["evidence"]
     assert len(read_columns(tmp_path / "run", "loss")) == 4
     # The next run tries again.
     assert not list((tmp_path / "cache").rglob("kernels/*"))

@@ -71,7 +71,7 @@ def test_a_budget_is_measured_once_and_continues_to_the_same_bits(tmp_path, monk
     """The first start measures in a process of its own."""
     data = save_set(tmp_path)
     words = [*data, *EXACT, "budget_minutes=0.002", "eval_every=1", "save_every=1", "keep_every=1"]
-    monkeypatch.setattr(length, "measure_choice", lambda job: seen.append(job) or SECONDS | found)
+    monkeypatch.setattr(length, "measure_apart", lambda job: seen.append(job) or SECONDS | found)
     seen, found = [], {"step_s": 0.02, "evaluation_s": 0.001}
     whole = start(*words, f"run_dir={tmp_path / 'whole'}")
     assert whole["steps"] == 5
