@@ -55,6 +55,7 @@ class OptimizerState(Technique):
     summary = "the form of the optimizer's state, counted"
     off = "fp32"
     loss_rtol = 0.0
+    used_in = ("training",)
     optimizer: Any = None
 
     def __init__(self, kind: type, momentum: float, device: torch.device) -> None:
@@ -164,6 +165,7 @@ class AdapterGradients(Technique):
     summary = "an adapter on frozen weights; counts the layers that it trains"
     off = "none"
     loss_rtol = 0.0
+    used_in = ("training",)
     step: Any
 
     def __init__(self, name: str, device: torch.device) -> None:

@@ -120,8 +120,9 @@ class AccelerationStack:
         self.techniques: list[Technique] = [*extra_rows, *switched]
         self.requested = self.values
         for technique in switched if only is None else ():
-            for name in [] if technique.uses_options else technique.options:
-                if technique.option[name] != technique.options[name]:
+            idle = values[technique.key] != AUTO and not technique.uses_options
+            for name, default in technique.options.items() if idle else ():
+                if technique.option[name] != default:
                     word = technique.make_override(technique.option[name], name)
                     switch = technique.make_override(technique.value)
                     warnings.warn(

@@ -139,20 +139,23 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
 
 
 def try_kernels(words: list[str]) -> list[dict[str, Any]]:
-    """Returns a row for each fused kernel that `python train.py <words>` requests: in `words`
-    whether the run would use it on this machine, in `note` why. Trains nothing, and writes nothing
+    """Returns a row for each fused kernel: in `words` whether `python train.py <words>` would use
+    it on this machine, in `note` why. Trains nothing, and writes nothing
     but the cache of tested kernels."""
-    from common.config.schema import KERNEL_KEYS
+    from accel.techniques.fused_kernels import FusedKernel
     from common.environment import pick_device
     from training.assemble import assemble
     from training.weights.first_weights import compose_pretrained
 
     cfg = compose_pretrained(words).cfg
-    training = assemble(cfg, pick_device(cfg.runtime.device))
-    reasons = {key: why for key, why in training.stack.reasons.items() if key in KERNEL_KEYS}
-    rows = [{"words": f"{key}=false", "note": why} for key, why in reasons.items()]
-    none = [{"words": "none", "note": "this run requests none that its model could use"}]
-    return training.kernels.get("tried", []) + rows or none
+    stack = assemble(cfg, pick_device(cfg.runtime.device)).stack
+    rows = []
+    for technique in stack.techniques:
+        if isinstance(technique, FusedKernel):
+            reason = stack.reasons.get(technique.key, "not requested, or not part of this model")
+            why = technique.proof.why if technique.proof else reason
+            rows.append({"words": f"{technique.key}={technique.value}".lower(), "note": why})
+    return rows
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

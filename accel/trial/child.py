@@ -29,6 +29,7 @@ from accel.stack import AccelerationStack
 from accel.technique import blocks_of, find_switches
 from accel.trial.parity import ComparingMode
 from accel.trial.uses import name_times
+from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.workers import end_with_parent
 
@@ -159,7 +160,10 @@ class Trial:
         for key in self.job["keys"]:
             if key not in self.findings:
                 self.write("its parity test", key)
-                self.findings[key] = self.check_parity(key)
+                try:
+                    self.findings[key] = self.check_parity(key)
+                except UserError as error:  # the kernel takes no such shapes
+                    self.findings[key] = {"refusal": str(error)}
 
         # Time the kernels on the most frequent kind of block that can use them; those with the same
         # kind of block together, because they share the block with all kernels.
@@ -196,6 +200,7 @@ class Trial:
         """Times block number `index` with all kernels that passed, and without that of each of
         `keys`. Adds a finding for each key: milliseconds per call with the kernel and without it,
         None if memory ran out."""
+        self.write("being timed", name_times(keys[0]), PATIENCE)
         use = self.job["blocks"][index]
         samples = self.job["samples"]
         inputs = [
@@ -223,8 +228,13 @@ class Trial:
                 )
         ms = {name: statistics.median(values) for name, values in times.items()}
         for key in keys:
-            figures = {"refusal": None, "on_ms": ms.get("on"), "off_ms": ms.get(key)}
-            self.findings[name_times(key)] = figures
+            self.findings[name_times(key)] = {
+                "refusal": None,
+                "on_ms": ms.get("on"),
+                "off_ms": ms.get(key),
+                # Times without a kernel that failed in passing are not those of the next trial.
+                "passing": any(finding.get("passing") for finding in self.findings.values()),
+            }
 
 
 if __name__ == "__main__":

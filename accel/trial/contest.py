@@ -73,8 +73,8 @@ def settle(
     }
     known = {}
     for name, facts in questions.items():
-        for finding in (read_found(files[name]), kept.get(name, {})):
-            if finding.get("facts") == facts:
+        for finding in (read_found(files[name]), kept.get(name)):
+            if finding and finding.get("facts") == facts:
                 known[name] = finding
 
     ranks = gather_objects((questions, known))
@@ -93,4 +93,4 @@ def make_ledger_row(choices: Iterable[Mapping[str, Any]]) -> LedgerRow:
     it was refused, or why it was not tried."""
     notes = [f"{row['words']}: {row['note']}" for choice in choices for row in choice["tried"]]
     words = " ".join(choice["words"] for choice in choices)
-    return LedgerRow("trials", AUTO, words, "; ".join(notes) or "nothing else is available here")
+    return LedgerRow("trials", AUTO, words, "; ".join(notes))

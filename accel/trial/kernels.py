@@ -126,7 +126,10 @@ class Contest:
         (gains.json), so that it need not be timed. Empty for micro-batches so small that the host
         may limit the step."""
         shapes = [shape for use in self.uses for shape, *_ in use.inputs]
-        if self.samples * max(math.prod(shape[1:]) for shape in shapes) < MIN_BUSY_ELEMENTS:
+        if (
+            self.samples * max([math.prod(shape[1:]) for shape in shapes], default=0)
+            < MIN_BUSY_ELEMENTS
+        ):
             return {}
         card = match_card(get_device_name(self.stack.device))
         phrases = {}
@@ -145,7 +148,7 @@ class Contest:
         decision, and the choice (see `choose_kernels`)."""
         earlier = gather_objects(read_found(folder / KERNELS_FILE) if folder else {})[0]
         auto = [key for key, value in self.requested.items() if value == AUTO]
-        chosen = {key: on for key, on in earlier.get("chosen", {}).items() if key in auto}
+        chosen = {key: on for key, on in dict(earlier.get("chosen") or {}).items() if key in auto}
 
         # Do not try a kernel that this run decided earlier not to use. A kernel that it decided to
         # use must pass its parity test, but is not timed again.
@@ -157,7 +160,7 @@ class Contest:
             self.collect_facts(keys, timed),
             lambda known: self.run_trials(keys, timed, known),
             merge_findings,
-            earlier.get("found", {}),
+            earlier.get("found") or {},
         )
         proofs = {}
         for key in self.requested:
@@ -195,7 +198,7 @@ class Contest:
                 "timed": key,
                 "runtime": [t.settings for t in self.acting],
                 "captured": self.captured,
-                "kernels": self.requested,
+                "kernels": {key: self.requested[key] for key in keys},
                 "samples": self.samples,
                 "blocks": [[use.kind, use.blocks] for use in self.uses],
             }
@@ -213,16 +216,17 @@ class Contest:
         """
         began = time.monotonic()
         findings = {**known}
-        if not find_missing(findings, keys, timed):
+        missing = find_missing(findings, keys, timed)
+        if not missing:
             return findings
         if is_first_rank():
-            tested = [key for key in keys if key not in known]
-            raced = [key for key in timed if name_times(key) not in known]
-            seconds = PARITY_SECONDS * bool(tested)
-            seconds += TIMING_SECONDS[self.mode] * (len(raced) + bool(raced))
+            tests = sum(name in keys for name in missing)
+            blocks = len(missing) - tests
+            seconds = PARITY_SECONDS * (tests > 0)
+            seconds += TIMING_SECONDS[self.mode] * (blocks + (blocks > 0))
             print(
-                f"Trying fused kernels in a separate process, about {seconds:.0f} s: parity of "
-                f"{', '.join(tested) or 'none'}; times of {', '.join(raced) or 'none'} …",
+                "Trying fused kernels in a separate process, parity first, then time; about "
+                f"{seconds:.0f} s: {'; '.join(missing)} …",
                 file=sys.stderr,
                 flush=True,
             )
@@ -250,7 +254,7 @@ class Contest:
                 "file": str(file),
                 "blocks": [use._replace(block=None)._asdict() for use in self.uses],
             }
-            while missing := find_missing(findings, keys, timed):
+            while missing:
                 state, end = ask_child(["-m", "accel.trial.child"], job | {"found": findings})
                 findings = state.get("found", findings)
 
@@ -261,6 +265,7 @@ class Contest:
                     why = f"the process that tried it {end} in {state.get('doing', 'its start')}"
                     names = [failed] if failed else missing
                     findings |= dict.fromkeys(names, make_failure(why))
+                missing = find_missing(findings, keys, timed)
         if is_first_rank():
             print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
         return findings

@@ -85,8 +85,14 @@ class Search:
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self.job = job
-        self.cfg = apply_schema(TrainConfig, job["cfg"], [])
         self.device = torch.device(job["device"])
+        cfg = apply_schema(TrainConfig, job["cfg"], [])
+        self.techniques = AccelerationStack(
+            cfg.runtime.values(), self.device, deterministic=cfg.deterministic
+        ).techniques
+        kernels = [t.key for t in self.techniques if isinstance(t, FusedKernel) and t.value == AUTO]
+        changes = dict.fromkeys(kernels, True) | {"on_unavailable": "degrade"}
+        self.cfg = apply_changes(cfg, changes)
         self.processes: int = job["processes"]
         self.reserved: float = job["resident"]
         """Bytes on the device that the run will need but the step of a candidate does not allocate,
@@ -164,21 +170,13 @@ class Search:
         self.reserved += plan.buckets
         return merge_values(taken)
 
-    @property
-    def stack(self) -> AccelerationStack:
-        """The techniques of the run as it is configured."""
-        values = self.cfg.runtime.values()
-        return AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
-
     def list_ways(self) -> list[list[Changes]]:
         """Returns a list for each technique that the search tries: the technique's candidates, each
         as key -> value. The lists of techniques that launch fewer kernels come first. Techniques
         that the model does not use have no list."""
         unused = self.reference.get("unused", ())
         ways = [
-            t.planning.list_candidates(t)
-            for t in reversed(self.stack.techniques)
-            if t.key not in unused
+            t.planning.list_candidates(t) for t in reversed(self.techniques) if t.key not in unused
         ]
         return [[dict(values) for values in way] for way in ways if way]
 
@@ -193,8 +191,7 @@ class Search:
         if the candidate failed, no time was left for it, its losses differ from the first
         candidate's, or the same configuration was tried before. `fastest`: seconds of the best
         candidate so far."""
-        kernels = [t for t in self.stack.techniques if isinstance(t, FusedKernel)]
-        cfg = apply_changes(self.cfg, {t.key: True for t in kernels if t.value == AUTO} | changes)
+        cfg = apply_changes(self.cfg, changes)
         if cfg in self.tried_configs:
             return math.inf
         self.tried_configs.append(cfg)

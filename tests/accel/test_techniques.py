@@ -86,7 +86,7 @@ def test_options_without_their_switch_are_told():
     told = {"compile_mode": "reduce-overhead", "checkpoint_policy": "selective"}
     told |= {"fp8_recipe": "rowwise", "parallel.bucket_cap_mb": 9}
     words = [f"runtime.{key}={value}" for key, value in told.items()]
-    values = compose(["runtime=eager", *words]).cfg.runtime.values()
+    values = compose(["runtime.parallel.mode=none", *words, "runtime=eager"]).cfg.runtime.values()
     with pytest.warns(UserWarning, match="has no effect with runtime") as warned:
         AccelerationStack(values, CPU)
     assert sorted(str(w.message).partition(" ")[0] for w in warned) == sorted(words)

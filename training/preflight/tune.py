@@ -59,9 +59,8 @@ def tune_config(
     UserError if no candidate's step fits into memory.
     """
 
-    def prepare() -> tuple[dict[str, Any] | None, Facts, dict[str, Any]]:
+    def prepare() -> tuple[Facts, dict[str, Any]]:
         deadline = time.monotonic() + cfg.runtime.tune_seconds
-        kept = read_choice(folder, cfg, device, ranks.world_size) if folder else None
         spec, resident = foresee_latents(cfg, memory_of(device))
         job = {
             "cfg": asdict(cfg),
@@ -71,14 +70,20 @@ def tune_config(
             "processes": ranks.world_size,
             "deadline": deadline,
         }
-        return kept, collect_facts(job, device), job
+        return collect_facts(job, device), job
 
-    choice, facts, job = ranks.broadcast_result(prepare)
+    def choose(known: dict[str, Any]) -> dict[str, Any]:
+        found = known.get("runtime")
+        fits = found and is_available(cfg, found["changes"], device, ranks.world_size)
+        return {"runtime": found if fits else search(job)}
+
+    choice = ranks.broadcast_result(lambda: read_choice(folder, cfg, device, ranks.world_size))
     if choice is None:
+        facts, job = ranks.broadcast_result(prepare)
         choice = settle(
             "tuning",
             {"runtime": facts},
-            lambda known: known or {"runtime": ranks.broadcast_result(lambda: search(job))},
+            lambda known: ranks.broadcast_result(lambda: choose(known)),
             lambda findings: findings[0],
             {},
         )["runtime"]
@@ -109,11 +114,11 @@ def measure_apart(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_choice(
-    folder: Path, cfg: TrainConfig, device: torch.device, processes: int
+    folder: Path | None, cfg: TrainConfig, device: torch.device, processes: int
 ) -> dict[str, Any] | None:
     """Reads the techniques that the run in `folder` has chosen; returns None if there are none, if
     the file is damaged, or if this run cannot use them."""
-    choice = read_found(folder / TUNING_FILE)
+    choice = read_found(folder / TUNING_FILE) if folder else {}
     with suppress(*READ_ERRORS):
         make_ledger_row([choice])  # raises an error if something is absent
         return choice if is_available(cfg, choice["changes"], device, processes) else None
@@ -141,7 +146,7 @@ def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
 def is_available(cfg: TrainConfig, changes: Changes, device: torch.device, processes: int) -> bool:
     """Says whether this machine supports all techniques in `changes`, and whether their values can
     be combined with the configuration."""
-    mode = {"parallel.mode": "ddp"} if processes > 1 else {}
+    mode = {"parallel.mode": "ddp"} if processes > 1 and "cuda_graph" in changes else {}
     try:
         new = apply_changes(cfg, {**mode, **changes})
     except ValueError:
