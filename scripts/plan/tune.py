@@ -86,6 +86,9 @@ class Search:
     def __init__(self, job: Mapping[str, Any]) -> None:
         self.job = job
         self.device = torch.device(job["device"])
+        self.processes: int = job["processes"]
+
+        # Kernels with `auto` are on in all candidates, and off where they fail.
         cfg = apply_schema(TrainConfig, job["cfg"], [])
         self.techniques = AccelerationStack(
             cfg.runtime.values(), self.device, deterministic=cfg.deterministic
@@ -93,7 +96,7 @@ class Search:
         kernels = [t.key for t in self.techniques if isinstance(t, FusedKernel) and t.value == AUTO]
         changes = dict.fromkeys(kernels, True) | {"on_unavailable": "degrade"}
         self.cfg = apply_changes(cfg, changes)
-        self.processes: int = job["processes"]
+
         self.reserved: float = job["resident"]
         """Bytes on the device that the run will need but the step of a candidate does not allocate,
         such as resident latents."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from accel.stack import AccelerationStack
+from accel.techniques.cuda_graph import CudaGraph
 from accel.trial.contest import Facts, describe_machine, make_ledger_row, settle
 from common.config.compose import apply_schema
 from common.config.schema import RuntimeConfig, TrainConfig
@@ -146,7 +147,7 @@ def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
 def is_available(cfg: TrainConfig, changes: Changes, device: torch.device, processes: int) -> bool:
     """Says whether this machine supports all techniques in `changes`, and whether their values can
     be combined with the configuration."""
-    mode = {"parallel.mode": "ddp"} if processes > 1 and "cuda_graph" in changes else {}
+    mode = {"parallel.mode": "ddp"} if processes > 1 and CudaGraph.key in changes else {}
     try:
         new = apply_changes(cfg, {**mode, **changes})
     except ValueError:
