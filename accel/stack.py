@@ -119,16 +119,8 @@ class AccelerationStack:
         ]
         self.techniques: list[Technique] = [*extra_rows, *switched]
         self.requested = self.values
-        for technique in switched if only is None else ():
-            idle = values[technique.key] != AUTO and not technique.uses_options
-            for name, default in technique.options.items() if idle else ():
-                if technique.option[name] != default:
-                    word = technique.make_override(technique.option[name], name)
-                    switch = technique.make_override(technique.value)
-                    warnings.warn(
-                        f"{word} has no effect with {switch}; leave it out, or change the latter.",
-                        stacklevel=2,
-                    )
+        if only is None:
+            self.warn_of_idle_options(values)
 
         # Collect the reasons for all techniques that this machine cannot run, so that one message
         # lists them.
@@ -149,6 +141,20 @@ class AccelerationStack:
                 self.reasons[technique.key] = reason
                 technique.value = technique.off
         self.refuse(refused)
+
+    def warn_of_idle_options(self, values: Mapping[str, Any]) -> None:
+        """Warns of each option in `values` that is not its default and that its technique does not
+        read; not if the technique chose its value itself, because `auto` was requested."""
+        for technique in self.techniques:
+            if technique.uses_options or values.get(technique.key) == AUTO:
+                continue
+            for name, default in technique.options.items():
+                if values[name] != default:
+                    warnings.warn(
+                        f"{technique.make_override(values[name], name)} has no effect with "
+                        f"{technique.make_override(technique.value)}; change one of them.",
+                        stacklevel=3,
+                    )
 
     def find_obstacle(self, technique: Technique) -> str | None:
         """Returns a sentence that says why this machine cannot run a technique; None if it can."""

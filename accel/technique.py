@@ -42,8 +42,8 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True)
 class Planning:
-    """What plans, forecasts of memory and runtime=auto want to know of a technique; no training
-    step needs it. Each function gets the technique."""
+    """Answers of a technique to plans, to forecasts of memory and to runtime=auto; no training step
+    needs them. Each function gets the technique."""
 
     savings: tuple[Saving, ...] = ()
     """Changes of runtime keys that a plan (scripts/plan) tries and proposes if a run needs too much
@@ -180,7 +180,7 @@ class Technique(ABC):
 
     @property
     def uses_options(self) -> bool:
-        """Whether the technique's `options` have an effect with its value."""
+        """Whether the technique reads its `options`: not if it is off."""
         return self.enabled
 
     @property

@@ -184,9 +184,11 @@ class Trial:
         for block, use in zip(self.blocks, self.job["blocks"], strict=True):
             inputs = draw_inputs(use["inputs"], PARITY_SAMPLES, self.device, seed=1)
             switch(block, key, True)
-            with comparing:
-                run_both_passes(block, inputs, use["options"], self.stack.autocast())
-            switch(block, key, False)
+            try:
+                with comparing:
+                    run_both_passes(block, inputs, use["options"], self.stack.autocast())
+            finally:
+                switch(block, key, False)
         if not comparing.comparisons:
             return {"refusal": "no operator of ours ran in a block"}
         worst = max(comparing.comparisons, key=lambda c: c.excess)

@@ -80,10 +80,11 @@ def settle(
     ranks = gather_objects((questions, known))
     known = ranks[0][1] if all(asked == questions for asked, _ in ranks) else {}
     findings = merge(gather_objects(measure(known)))
-    for name in questions.keys() & findings.keys() - known.keys():
-        findings[name] = {**findings[name], "facts": questions[name]}
-        if is_first_rank() and not findings[name].get("passing"):
-            write_to_cache(files[name], findings[name])
+    for name in questions.keys() & findings.keys():
+        if findings[name] != known.get(name):
+            findings[name] = {**findings[name], "facts": questions[name]}
+            if is_first_rank() and not findings[name].get("passing"):
+                write_to_cache(files[name], findings[name])
     return findings
 
 

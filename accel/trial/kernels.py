@@ -39,7 +39,7 @@ The number is above 1, so a kernel may be a little slower, because it saves fewe
 backward pass."""
 MIN_BUSY_ELEMENTS = 2**24
 """Number of elements of a micro-batch's largest input of a block from which on a block takes the
-GPU longer than the host needs to launch its kernels, so that `FusedKernel.gains` hold."""
+GPU longer than the host needs to launch its kernels, so that the factors in gains.json hold."""
 LEAST_RATIO = 2.0
 """Smallest ratio of bytes in gains.json with which a kernel counts as never slower than its
 definition on a GPU for which no time was measured."""
@@ -83,7 +83,9 @@ def choose_kernels(
         proofs = {key: Proof(False, uses) for key in kernels}
         choice = {}
     else:
-        proofs, choice = Contest(stack, kernels, uses, samples).decide(folder)
+        proofs, choice = Contest(
+            stack, {key: t.value for key, t in kernels.items()}, uses, samples
+        ).decide(folder)
     for key, technique in kernels.items():
         technique.settle(proofs[key])
     stack.refuse(
@@ -97,20 +99,20 @@ def choose_kernels(
 
 
 class Contest:
-    """The contest between `kernels`, runtime key -> technique, and their definitions, in the blocks
-    `uses` of a run that computes `samples` samples at a time."""
+    """The contest between the kernels that are `requested`, runtime key -> True or "auto", and
+    their definitions, in the blocks `uses` of a run that computes `samples` samples at a time."""
 
     def __init__(
         self,
         stack: AccelerationStack,
-        kernels: Mapping[str, FusedKernel],
+        requested: Mapping[str, bool | str],
         uses: list[Use],
         samples: int,
     ) -> None:
         self.stack = stack
         self.uses = uses
         self.samples = samples
-        self.requested = {key: kernel.value for key, kernel in kernels.items()}
+        self.requested = requested
         self.captured = bool(stack.values.get(CudaGraph.key))
         self.mode = "compiled" if stack.values.get(Compile.key) else "eager"
         # Techniques, except kernels, that change what a block computes, or how long it takes.
@@ -125,11 +127,8 @@ class Contest:
         """Returns runtime key -> phrase that says why a kernel is never slower than its definition
         (gains.json), so that it need not be timed. Empty for micro-batches so small that the host
         may limit the step."""
-        shapes = [shape for use in self.uses for shape, *_ in use.inputs]
-        if (
-            self.samples * max([math.prod(shape[1:]) for shape in shapes], default=0)
-            < MIN_BUSY_ELEMENTS
-        ):
+        sizes = [math.prod(shape[1:]) for use in self.uses for shape, *_ in use.inputs]
+        if self.samples * max(sizes, default=0) < MIN_BUSY_ELEMENTS:
             return {}
         card = match_card(get_device_name(self.stack.device))
         phrases = {}
@@ -310,7 +309,6 @@ def make_failure(why: str) -> Finding:
 def merge_findings(ranks: Sequence[dict[str, Finding]]) -> dict[str, Finding]:
     """Merges the findings of all ranks into one for each name: a refusal if any rank refused the
     kernel, otherwise the largest numbers, None if one is None."""
-
     merged = {}
     for name, first in ranks[0].items():
         findings = [rank[name] for rank in ranks if name in rank]
