@@ -43,9 +43,13 @@ Words: TypeAlias = list[str]
 """Arguments of a command line, such as runtime.tf32=true: overrides of the training configuration,
 and keys of the bench's commands."""
 
-TABLES = read_config(Path(__file__).with_name("tables.yaml"))
-"""Content of tables.yaml: sizes of model and data (`settings`), overrides of the cases, the
-benchmarks that the command `gpu` runs (`queue`), and the columns of the printed tables."""
+FOLDER = Path(__file__).parent
+TABLES: dict[str, Any] = {"guides": read_config(FOLDER / "guides.yaml")}
+"""Content of the YAML files: sizes of model and data, and rows of cases (cases.yaml), what the
+command `gpu` runs (queue.yaml), and the tables and pages that are made of results (pages.yaml);
+`guides` (guides.yaml) has what guides promise of techniques."""
+for name in ("cases", "queue", "pages"):
+    TABLES |= read_config(FOLDER / f"{name}.yaml")
 
 
 class Case(NamedTuple):
@@ -77,7 +81,7 @@ class BenchConfig:
     the `setting`."""
 
     setting: str | None = None
-    """Name of an entry of `settings` in scripts/bench/tables.yaml, which fixes model, batch and
+    """Name of an entry of `settings` in scripts/bench/cases.yaml, which fixes model, batch and
     latents: tiny; s32, s256 (model size s, batch of 32 or 256); s32x512 (batch of 32, 512 tokens);
     or b256. null: s256 on a machine with a GPU, else tiny."""
     steps: Natural = 0
@@ -140,7 +144,7 @@ class SeedsConfig(BenchConfig):
 class SpeedrunConfig(SeedsConfig):
     """Keys of the command `speedrun`, which measures rows of the leaderboard in docs/speedrun.md.
 
-    Without overrides the command measures the rows of tables.yaml, with overrides one row that has
+    Without overrides the command measures the rows of cases.yaml, with overrides one row that has
     them. Overrides of the data, of sampling and of `fd` apply to the baseline too.
     """
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from importlib import import_module
 
 import scripts.bench
-from common.config.compose import read_config, report_user_errors
+from common.config.compose import report_user_errors
 from common.errors import UserError
-from common.files import ROOT
 from scripts.bench import TABLES, Words
+
+OTHERS = {
+    "gpu": "queue.run_queue",
+    "publish": "publish.publish",
+    "floor": "floor.print_floors",
+    "carry": "queue.print_carried",
+}
+"""Name of a command without cases of its own -> the function that runs it, in this package."""
 
 
 def measure(command: str, words: Words) -> None:
     """Measures the cases of a command and prints its tables; exits with 1 if a case failed."""
     from scripts.bench.cases import plan_job
-    from scripts.bench.publish import format_entries
+    from scripts.bench.rows import format_entries
     from scripts.bench.runner import open_runner
 
     planned = plan_job(command, words, scripts.bench.__doc__ or "")
@@ -32,29 +39,17 @@ def measure(command: str, words: Words) -> None:
 def main(words: Words) -> None:
     """Runs the bench command that the first argument names. UserError if there is no such
     command."""
-    if not words or words[0] in ("-h", "--help"):
-        print((scripts.bench.__doc__ or "").strip())
-        return
-    command, *rest = words
+    command, *rest = words or ["--help"]
     known = dict.fromkeys(item["words"].split()[0] for item in TABLES["queue"].values())
-    if command in known:
+    if command in ("-h", "--help"):
+        print((scripts.bench.__doc__ or "").strip())
+    elif command in known:
         measure(command, rest)
-    elif command == "gpu":
-        from scripts.bench.queue import run_queue
-
-        run_queue(rest)
-    elif command == "publish":
-        from scripts.bench.publish import publish
-
-        publish([Path(word).expanduser() for word in rest], ROOT)
-    elif command == "floor":
-        from scripts.bench.floor import print_floors
-
-        print_floors(rest)
-    elif command == "carry":
-        print(*read_config(Path(__file__).with_name("host.yaml"))["carried"], sep="\n")
+    elif command in OTHERS:
+        module, _, function = OTHERS[command].partition(".")
+        getattr(import_module(f"scripts.bench.{module}"), function)(rest)
     else:
-        choices = ", ".join((*known, "gpu", "publish", "floor", "carry"))
+        choices = ", ".join((*known, *OTHERS))
         raise UserError(f"bench {command}: there is no such command; choose one of {choices}.")
 
 

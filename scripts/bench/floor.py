@@ -37,7 +37,8 @@ from common.config.schema import KERNEL_KEYS, TrainConfig
 from common.environment import CARDS
 from common.errors import UserError
 from models.denoiser import Denoiser
-from scripts.bench import TABLES, Words
+from scripts.bench import TABLES, Figures, Words
+from scripts.bench.rows import format_entries
 from scripts.commands import format_table, split_words
 from scripts.plan.counting import build_blank_model
 from training.inputs import foresee_latents
@@ -56,10 +57,6 @@ added to the fp32 one (8); a weight is cast to bf16 (6). The average takes three
 (training/optim/ema.py): a difference (12), its product with a number (8), and a sum (12)."""
 SETTING = ("data=synthetic", "batch_size=256")
 """Overrides that come before the user's: latents of 4 × 32 × 32, and a batch of 256."""
-HEADS = (
-    "model, parameters (M), TFLOP a step, products ms, traffic ms, fixed ms, floor ms, "
-    "floor img/s, MFU at the floor, ×first"
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class FloorConfig:
     """Name of the card: h100 or h200."""
     model: str | None = None
     """Name of a model, such as mamba_b: lists the ops of its block, and its floor alone. null: the
-    models of `floors` in tables.yaml, each compared with the first of its size."""
+    models of `floors` in pages.yaml, each compared with the first of its size."""
 
 
 class BlockTraffic(NamedTuple):
@@ -82,21 +79,6 @@ class BlockTraffic(NamedTuple):
     """Bytes kept for the backward pass, each storage once."""
     moves: list[Counter[str]]
     """Name of an op, or of a sum in `SUMS` -> bytes that it moves, forward and backward."""
-
-
-class Floor(NamedTuple):
-    """Size of a training step, and the milliseconds that it takes at best."""
-
-    parameters: int
-    flops: float
-    products_ms: float
-    traffic_ms: float
-    """Time of the blocks' ops other than matrix products."""
-    fixed_ms: float
-    """Time that does not depend on the batch: casts, optimizer and average."""
-    floor_ms: float
-    """Sum of the three times."""
-    traffic: BlockTraffic
 
 
 def find_tensors(tree: Any) -> list[Tensor]:
@@ -189,34 +171,43 @@ def count_block(cfg: TrainConfig) -> BlockTraffic:
     return BlockTraffic(model, large[0] - small[0], moves)
 
 
-def find_floor(cfg: TrainConfig, card: str) -> Floor:
-    """Finds the floor of a run's training step on a card. UserError if the card has no measured
+def find_floor(traffic: BlockTraffic, batch_size: int, card: str) -> Figures:
+    """Finds the floor of a run's training step on a card. Returns its size (`parameters_m` in
+    millions, `tflop`), and the milliseconds that it takes at best: `floor_ms`, the sum of those of
+    matrix products, of the blocks' other ops (`traffic_ms`), and of what does not depend on the
+    batch (`fixed_ms`: casts, optimizer and average). UserError if the card has no measured
     rates."""
     if card not in RATES:
         raise UserError(
             f"card={card}: its rates are not measured; choose one of {', '.join(RATES)}."
         )
     copied, computed = RATES[card]
-    traffic = count_block(cfg)
     model = traffic.model
 
     # Count the step. In the backward pass each product has two.
     parameters = sum(p.numel() for p in model.parameters())
-    flops = 3.0 * model.flops_per_sample() * cfg.batch_size
+    flops = 3.0 * model.flops_per_sample() * batch_size
     weights = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, nn.Linear))
-    tokens = cfg.batch_size * model.tokens
-    products_ms = 6.0 * weights * tokens / computed / 1e9
-    moved = sum(way[SUMS[0]] for way in traffic.moves) * cfg.batch_size * model.depth
-    traffic_ms = moved / copied / 1e6
-    fixed_ms = PARAMETER_BYTES * parameters / copied / 1e6
-
-    floor_ms = products_ms + traffic_ms + fixed_ms
-    return Floor(parameters, flops, products_ms, traffic_ms, fixed_ms, floor_ms, traffic)
+    moved = sum(way[SUMS[0]] for way in traffic.moves) * batch_size * model.depth
+    ms = {
+        "products_ms": 6.0 * weights * batch_size * model.tokens / computed / 1e9,
+        "traffic_ms": moved / copied / 1e6,
+        "fixed_ms": PARAMETER_BYTES * parameters / copied / 1e6,
+    }
+    floor_ms = sum(ms.values())
+    return ms | {
+        "floor_ms": floor_ms,
+        "parameters_m": parameters / 1e6,
+        "tflop": flops / 1e12,
+        "images_per_s": 1e3 * batch_size / floor_ms,
+        "mfu": 1e3 * flops / floor_ms / CARDS[card].flops_16bit,
+    }
 
 
 def describe_floor(words: Words, card: str, step_ms: float) -> str:
     """Compares a measured step of a run with its floor, as a phrase."""
-    floor_ms = find_floor(compose(words).cfg, card).floor_ms
+    cfg = compose(words).cfg
+    floor_ms = find_floor(count_block(cfg), cfg.batch_size, card)["floor_ms"]
     return f"{step_ms:.1f} ms are {step_ms / floor_ms:.2f} × the floor of {floor_ms:.1f} ms"
 
 
@@ -233,26 +224,17 @@ def format_block(traffic: BlockTraffic) -> str:
 def print_floors(words: Words) -> None:
     """Prints the floors of the models that the words name; for one model also its block's ops."""
     keys, overrides = split_words(FloorConfig, words, __doc__ or "")
-    rows: list[Any] = [HEADS.split(", ")]
+    entries: list[Figures] = []
 
     # Compare the models of a size with the first of them.
     for group in [keys.model] if keys.model else TABLES["floors"]:
-        first_ms = 0.0
+        floors = []
         for name in group.split():
             cfg = compose([*SETTING, *overrides, f"model={name}"]).cfg
-            floor = find_floor(cfg, keys.card)
-            first_ms = first_ms or floor.floor_ms
-            rows.append(
-                (
-                    name,
-                    f"{floor.parameters / 1e6:.1f}",
-                    f"{floor.flops / 1e12:.1f}",
-                    *(f"{ms:.1f}" for ms in floor[2:6]),
-                    f"{1e3 * cfg.batch_size / floor.floor_ms:.0f}",
-                    f"{1e3 * floor.flops / floor.floor_ms / CARDS[keys.card].flops_16bit:.1%}",
-                    f"{floor.floor_ms / first_ms:.2f}",
-                )
-            )
+            traffic = count_block(cfg)
+            floors.append({"name": name} | find_floor(traffic, cfg.batch_size, keys.card))
+            floors[-1]["times_first"] = floors[-1]["floor_ms"] / floors[0]["floor_ms"]
             if keys.model:
-                print(format_block(floor.traffic))
-    print(format_table(rows))
+                print(format_block(traffic))
+        entries += floors
+    print(*format_entries("floor", entries))

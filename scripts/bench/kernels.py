@@ -26,31 +26,12 @@ from accel.kernels.ssd.operator import fused_bidirectional_ssd
 from accel.kernels.swiglu.operator import fused_swiglu, silu_product
 from common.environment import pick_device
 from models.mixers.attention import axial_rotations
-from scripts.bench import BenchConfig, Case, Figures
+from scripts.bench import TABLES, BenchConfig, Case, Figures
 from scripts.capabilities import measure_rates
 from scripts.timing import compute_ratios, measure_device_seconds, summarise, time_in_turn
 
-SHAPES = {
-    "tiny": (2, 64, 64, 32, 16),
-    "s32": (32, 256, 384, 64, 64),
-    "s32x512": (32, 512, 384, 64, 64),
-    "s256": (256, 256, 384, 64, 64),
-    "b256": (256, 256, 768, 64, 64),
-}
-"""Name of a setting -> (B samples, L tokens, width D, P channels per head, state size N)."""
-SCAN = "B L K P, B L 2 K, dt_bias, A_log, B L 2 N, B L 2 N, fp32 K"
-INPUTS = {
-    "add_norm": "B L D, B D, fp32 B L D, B D, B D",
-    "bidirectional_ssd": SCAN,
-    "bidirectional_ssd, gated": f"{SCAN}, B L K P, fp32 K P",
-    "local_mix": "B L mixed, fp32 mixed 1 3 3, fp32 mixed",
-    "ssd_mixed": "B L projected, fp32 mixed 1 3 3, fp32 mixed, dt_bias, A_log, fp32 K, fp32 K P",
-    "swiglu": "B L hidden",
-    "qk_rope": "B L 3 H P, fp32 P, fp32 P",
-}
-"""Operator -> its input tensors, separated by commas. Each input is written as the sizes of its
-axes (letters and words of `find_sizes`); it is in bf16, or in fp32 if "fp32" stands before the
-sizes. The inputs dt_bias and A_log are in fp32 with shape (2, K)."""
+SHAPES: dict[str, list[int]] = TABLES["shapes"]
+INPUTS: dict[str, str] = TABLES["inputs"]
 INPUT_SETS = 4
 Function = Callable[..., Any]
 
@@ -105,13 +86,14 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
     sizes = find_sizes(setting)
     height = max(h for h in range(1, int(L**0.5) + 1) if L % h == 0)
     grid = (height, L // height)
-    rotations = axial_rotations(grid, P).to(device)
 
-    def with_rotations(function: Function) -> Function:
-        return lambda qkv, *weights: function(qkv, *weights, rotations)
-
-    def with_grid(function: Function) -> Function:
-        return lambda x, weight, bias, *rest: function(x, weight, bias, grid, *rest)
+    def make_op(definition: Function, fused: Function, fourth: Any, flops: int = 0) -> Op:
+        """Makes an operator whose fourth argument is no input."""
+        one, other = (
+            lambda *inputs, call=call: call(*inputs[:3], fourth, *inputs[3:])
+            for call in (definition, fused)
+        )
+        return Op(one, other, flops)
 
     scanning = B * count_bidirectional_ssd_flops(L, sizes["K"], P, N)
     mixing = B * count_local_mix_flops(L, sizes["mixed"])
@@ -120,10 +102,10 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
         "add_norm": Op(add_norm, fused_add_norm),
         "bidirectional_ssd": scan,
         "bidirectional_ssd, gated": scan,
-        "local_mix": Op(with_grid(local_mix), with_grid(fused_local_mix), mixing),
-        "ssd_mixed": Op(with_grid(mixed_ssd), with_grid(fused_mixed_ssd), scanning + mixing),
+        "local_mix": make_op(local_mix, fused_local_mix, grid, mixing),
+        "ssd_mixed": make_op(mixed_ssd, fused_mixed_ssd, grid, scanning + mixing),
         "swiglu": Op(swiglu, fused_swiglu),
-        "qk_rope": Op(with_rotations(qk_rope), with_rotations(fused_qk_rope)),
+        "qk_rope": make_op(qk_rope, fused_qk_rope, axial_rotations(grid, P).to(device)),
     }
 
 

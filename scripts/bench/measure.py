@@ -9,7 +9,9 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -144,10 +146,12 @@ def train_baseline(words: tuple[str, ...], cfg: BenchConfig) -> Baseline:
     return BASELINE_CACHE[words]
 
 
-def compare(case: Case, cfg: BenchConfig) -> Figures:
+def compare(
+    case: Case, cfg: BenchConfig, clock: Callable[[], float] = time.perf_counter
+) -> Figures:
     """Trains the case's run and its baseline from the same weights on the same samples, then times
-    both in turn. The figure `speed` is the case's samples per second divided by the baseline's, not
-    a ratio of step times, because batch sizes may differ.
+    both in turn by `clock`. The figure `speed` is the case's samples per second divided by the
+    baseline's, not a ratio of step times, because batch sizes may differ.
 
     The case's run leaves out the techniques that this machine does not support.
     """
@@ -162,10 +166,12 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
             loop = build_loop([word for word in case.overrides if word not in refused])
         loss = loop.measure_loss(cfg.loss_steps)
 
-    loops = {"base": base} if loop is base else {"base": base, "case": loop}
+    loops = {"base": base, "case": loop}
+    if loop is base:
+        del loops["case"]
     if base_ms:
         del loops["base"]
-    times = {"base": base_ms} | (time_steps(loops, cfg.steps, cfg.repeats) if loops else {})
+    times = {"base": base_ms} | (time_steps(loops, cfg.steps, cfg.repeats, clock) if loops else {})
     step_ms = times.get("case", times["base"])
     if base_ms:
         times["base"] = [statistics.median(base_ms)] * len(step_ms)
@@ -174,6 +180,7 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
         **summarise("baseline_step_ms", times["base"]),
         **loop.describe_steps(step_ms),
         **summarise("speed", [batch_ratio * r for r in compute_ratios(times["base"], step_ms)]),
+        "baseline_flops_a_sample": base.flops_a_sample,
         "baseline_memory_reserved_peak": base.memory_peak,
         "baseline_not_on": base.list_missing(),
         "final_loss": loss,

@@ -63,8 +63,8 @@ class NewcomersLoop(Loop):
     "files", "memory", or "resident" (on the device). With `item="never"` the loop does not call
     `loss.item()`.
 
-    Timed steps draw noise by torch.randn. Only `measure_loss` draws the same noise as the
-    framework, so that losses are comparable.
+    The loss is the framework's, with the same noise and times t, so that the losses of both can be
+    compared.
     """
 
     def __init__(
@@ -110,8 +110,7 @@ class NewcomersLoop(Loop):
         initial = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         began = time.perf_counter()
         self.start()
-        self.run(1)
-        self.measure_loss(1)
+        self.run(2)
         self.warm_up_seconds = time.perf_counter() - began
         self.model.load_state_dict(initial)
         self.start()
@@ -150,11 +149,17 @@ class NewcomersLoop(Loop):
         for _ in range(self.prefetch_factor * self.num_workers):
             next(self.batches)
 
-    def take_step(self, comparable: bool = False) -> Tensor:
-        """Takes a training step and returns its loss. A `comparable` step draws the same noise and
-        the same times t as the framework, so that losses of both loops can be compared."""
+    def take_step(self) -> Tensor:
         latents, labels = next(self.batches)
-        loss = (self.compute_comparable_loss if comparable else self.compute_loss)(latents, labels)
+        position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
+        batch = Batch(latents, Condition(labels), position, position)
+        losses, *_ = self.objective.compute_losses(
+            lambda *inputs: (self.model(*inputs), {}),
+            batch,
+            seed=self.cfg.seed,
+            null_label=self.model.num_classes,
+        )
+        loss = losses.mean()
         self.samples += len(labels)
 
         self.optimizer.zero_grad()
@@ -167,23 +172,3 @@ class NewcomersLoop(Loop):
         if self.item != "never":
             loss.item()
         return loss.detach()
-
-    def compute_comparable_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
-        """Computes the loss with the same noise and the same times t as the framework."""
-        position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
-        batch = Batch(latents, Condition(labels), position, position)
-        options = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
-        losses = self.objective.compute_losses(
-            lambda *inputs: (self.model(*inputs), {}), batch, **options
-        )
-        return losses[0].mean()
-
-    def compute_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
-        """Computes the flow-matching loss as tutorials do: noise, times t and dropped labels come
-        from torch's default generator."""
-        noise = torch.randn_like(latents)
-        t = torch.sigmoid(torch.randn(len(labels), device=self.device))
-        drop = torch.rand(len(labels), device=self.device) < 0.1
-        labels = torch.where(drop, self.model.num_classes, labels)
-        x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
-        return torch.nn.functional.mse_loss(self.model(x, t, labels), noise - latents)

@@ -1,4 +1,4 @@
-"""Runs the benchmarks of the `queue` in tables.yaml within a number of seconds, those without a
+"""Runs the benchmarks of the `queue` in queue.yaml within a number of seconds, those without a
 result first."""
 
 from __future__ import annotations
@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import scripts.bench
-from common.config.compose import parse_words
+from common.config.compose import parse_words, read_config
 from common.errors import UserError
-from scripts.bench import TABLES, Words
+from scripts.bench import FOLDER, TABLES, Words
 from scripts.bench.cases import Job, plan_job
-from scripts.bench.publish import DOCS, format_entries, identify, read_pages
+from scripts.bench.publish import DOCS, read_pages
+from scripts.bench.rows import format_entries, identify
 from scripts.bench.runner import open_runner
 
 LIMIT_SECONDS = 480.0
@@ -31,7 +32,7 @@ class GpuConfig:
     """Archive (.tar.gz) of all results, written anew after each case, for machines that are given
     back; `publish` takes it. null: none."""
     only: Words = field(default_factory=list)
-    """Benchmarks to run: names in the `queue` of tables.yaml, or beginnings of names, such as
+    """Benchmarks to run: names in the `queue` of queue.yaml, or beginnings of names, such as
     ladder; empty: all."""
     setting: str | None = None
     """tiny: the benchmarks at sizes for two CPU cores; null: at the sizes whose results are
@@ -45,20 +46,21 @@ class GpuConfig:
 def plan_jobs(cfg: GpuConfig) -> list[Job]:
     """Plans the benchmarks of the `queue` that `cfg` selects. UserError if `only` names no item, or
     if `setting` is unknown."""
+    queue = TABLES["queue"]
     for only in cfg.only:
-        if not any(name.startswith(only) for name in TABLES["queue"]):
-            raise UserError(
-                f"only=[{only}]: no such item; choose some of {', '.join(TABLES['queue'])}."
-            )
+        if not any(name.startswith(only) for name in queue):
+            raise UserError(f"only=[{only}]: no such item; choose some of {', '.join(queue)}.")
     if cfg.setting not in (None, "tiny"):
         raise UserError(f"setting={cfg.setting}: the queue has setting=tiny, and null.")
+
     jobs = []
-    for name, item in TABLES["queue"].items():
+    for name, item in queue.items():
         command, *words = item["words"].split()
-        wanted = not cfg.only or name.startswith(tuple(cfg.only))
-        if not wanted or (cfg.setting and "tiny" not in item):
+        if cfg.only and not name.startswith(tuple(cfg.only)):
             continue
         if cfg.setting:
+            if "tiny" not in item:
+                continue
             name = f"{name}_tiny"
             words = ["setting=tiny", *item["tiny"].split()]
         job = plan_job(command, [*words, f"name={name}"])
@@ -81,13 +83,16 @@ def run_queue(words: Words) -> None:
         jobs = plan_jobs(cfg)
         left = runner.run([(job, case) for job in jobs for case in job.cases], cfg.again)
 
-        minutes = 0.0
-        for job, case in left:
-            seconds = runner.estimate_seconds(job)
-            print(f"remains: {job.cfg.name}, {case.name}, about {seconds:.0f} s")
-            minutes += seconds / 60.0
+        seconds = [runner.estimate_seconds(job) for job, _ in left]
+        for (job, case), needed in zip(left, seconds, strict=True):
+            print(f"remains: {job.cfg.name}, {case.name}, about {needed:.0f} s")
         for job in jobs:
             if (runner.folder / str(job.cfg.name)).is_dir():
                 table, *_ = format_entries(job.command.split()[3], runner.list_entries(job))
                 print(f"\n{job.cfg.name}\n{table}")
-    print(f"about {minutes:.0f} minutes remain" if left else "nothing remains")
+    print(f"about {sum(seconds) / 60:.0f} minutes remain" if left else "nothing remains")
+
+
+def print_carried(words: Words) -> None:
+    """Prints the packages that a GPU host without a network lacks."""
+    print(*read_config(FOLDER / "host.yaml")["carried"], sep="\n")

@@ -35,9 +35,9 @@ from common.environment import describe_environment
 from common.errors import UserError
 from common.files import find_cache_folder, lock_folder, make_folder, replace_file, write_json
 from scripts.bench import Case, Figures, Words
-from scripts.bench.cases import Job, hash_case
+from scripts.bench.cases import Job, hash_code
 from scripts.bench.measure import device_of, measure_case
-from scripts.bench.publish import identify
+from scripts.bench.rows import identify
 
 START_SECONDS = 300.0
 """Seconds that the parent process waits until a child process is ready to measure, begins a case,
@@ -206,31 +206,24 @@ class Runner:
         results = [self.find_result(job, case) for case in job.cases]
         return [result["entry"] for result in results if result]
 
-    def order(self, tasks: Sequence[Task], again: str | None) -> Iterator[Task]:
-        """Yields the cases that need a measurement: those without a result, then as `rank_need`
-        says. Looks at the code of the others only when it gets to them."""
-        later: list[Task] = []
-        for task in tasks:
-            if self.find_result(*task):
-                later.append(task)
-            else:
-                yield task
-        needs = [(self.rank_need(*task, again), i) for i, task in enumerate(later)]
-        for _, number in sorted(need for need in needs if need[0]):
-            yield later[number]
-
-    def rank_need(self, job: Job, case: Case, again: str | None) -> tuple[int, str] | None:
-        """Says how much a case needs a measurement, as a rank and the date of its result: 0 if it
-        has none, 1 if it failed with other code (with `again` = "failed" also with this code), 2 if
-        its result is of other code, 3 if `again` = "all". None if its result stands."""
-        result = self.find_result(job, case)
-        if result is None:
-            return 0, ""
-        date = result["environment"]["date"]
-        changed = result["environment"]["code"] != hash_case(case)
-        if "error" in result["entry"] and (changed or again):
-            return 1, date
-        return (3 - changed, date) if changed or again == "all" else None
+    def order(self, tasks: Sequence[Task], again: str | None) -> list[Task]:
+        """Lists the cases that need a measurement, the greatest need first: those without a result,
+        those that failed with other code (with `again` = "failed" also with this code), those whose
+        result is of other code, and with `again` = "all" the others. Within each kind the oldest
+        come first."""
+        ranked: list[tuple[int, str, int]] = []
+        for number, (job, case) in enumerate(tasks):
+            result = self.find_result(job, case)
+            if result is None:
+                ranked.append((0, "", number))
+                continue
+            date = result["environment"]["date"]
+            changed = result["environment"]["code"] != hash_code(case.overrides)
+            if "error" in result["entry"] and (changed or again):
+                ranked.append((1, date, number))
+            elif changed or again == "all":
+                ranked.append((3 - changed, date, number))
+        return [tasks[number] for *_, number in sorted(ranked)]
 
     def find_result(self, job: Job, case: Case) -> Figures | None:
         """Returns the stored or published result of a case; None if there is none."""
@@ -260,7 +253,7 @@ class Runner:
         entry = {"name": case.name, **case.labels, **figures}
         environment = {
             **self.describe_identity(job, case),
-            "code": hash_case(case),
+            "code": hash_code(case.overrides),
             "device": self.machine["device"],
             "git": self.machine["git"],
             "date": time.strftime("%Y-%m-%dT%H:%M:%S"),

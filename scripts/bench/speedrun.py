@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from math import isnan, nan
+from typing import Any
 
 from common.errors import UserError
 from common.text import replace_non_finite
 from evaluation.evaluator import TrainingDistances
 from scripts.bench import TABLES, Case, Figures, SpeedrunConfig, Words
-from scripts.bench.step import Workload, time_steps
+from scripts.bench.measure import compare, device_of
+from scripts.bench.step import Workload
 from scripts.commands import format_table
-from scripts.timing import compute_ratios, measure_seconds, summarise
+from scripts.timing import measure_seconds, summarise
 from training.evaluate import evaluate
 from training.weights.pretrained import build_autoencoder
 
@@ -36,14 +38,14 @@ CLOCKS = {"cuda": time.perf_counter, "cpu": time.process_time}
 of this process computed."""
 
 
-def plan_rows(cfg: SpeedrunConfig, words: Words) -> Iterator[Case]:
+def plan_rows(command: Any, cfg: SpeedrunConfig, words: Words, boards: Any) -> Iterator[Case]:
     """Plans a case for each row of the leaderboard, or, if the user gave overrides of a training
     run, one case with these overrides. The case's baseline is the row `cfg.baseline`."""
-    rows = TABLES["speedrun"].get(cfg.setting, {})
+    rows = boards.get(cfg.setting, {})
     if cfg.baseline not in rows:
         raise UserError(
-            f"setting={cfg.setting} has no row {cfg.baseline}; scripts/bench/tables.yaml lists the "
-            "settings and rows under `speedrun`."
+            f"setting={cfg.setting} has no row {cfg.baseline}; scripts/bench/cases.yaml lists the "
+            "settings and rows."
         )
     if min(cfg.speedups, default=0.0) <= 0.0:
         raise UserError(f"speedups={cfg.speedups} must be numbers above 0.")
@@ -63,30 +65,21 @@ def plan_rows(cfg: SpeedrunConfig, words: Words) -> Iterator[Case]:
     )
     labels = {"board": board}
     for name, row in chosen.items():
-        yield Case(name, measure_speedup, [*common, *row], baseline, labels=labels)
+        yield Case(name, command.measure, [*common, *row], baseline, labels=labels)
 
 
 def find_cost(case: Case, cfg: SpeedrunConfig) -> Figures:
-    """Times steps of the case and of its baseline in turn. Returns the figures of the case's steps;
-    `cost`, the seconds of a sample divided by those of the baseline; and `flops_ratio`, the same
-    for FLOPs."""
-    base = Workload(case.baseline)
-    loops = {"base": base}
-    if case.overrides != case.baseline:
-        loops["case"] = Workload(case.overrides)
-    times = time_steps(loops, cfg.steps, cfg.repeats, CLOCKS[base.device.type])
-
-    loop = loops.get("case", base)
-    step_ms = times.get("case", times["base"])
-    figures = loop.describe_steps(step_ms)
-    batch_ratio = base.cfg.batch_size / loop.cfg.batch_size
-    ratios = [batch_ratio * ratio for ratio in compute_ratios(step_ms, times["base"])]
+    """Times steps of the case and of its baseline in turn. Returns the figures of `compare`;
+    `cost`, the seconds of a sample divided by those of the baseline, with its quartiles; and
+    `flops_ratio`, the same for FLOPs."""
+    figures = compare(case, cfg, CLOCKS[device_of(case.baseline).type])
     return {
-        **figures,
-        **summarise("cost", ratios),
-        "flops_ratio": figures["flops_a_sample"] / base.training.state.meter.train_flops,
-        # Name only techniques that the case lost and its baseline did not.
-        "not_on": sorted({*figures["not_on"]} - {*base.list_missing()}),
+        # A row of the leaderboard is not judged by the speed of its steps.
+        **{name: value for name, value in figures.items() if not name.startswith("speed")},
+        "cost": 1.0 / figures["speed"],
+        "cost_q1": 1.0 / figures["speed_q3"],
+        "cost_q3": 1.0 / figures["speed_q1"],
+        "flops_ratio": figures["flops_a_sample"] / figures["baseline_flops_a_sample"],
     }
 
 

@@ -37,6 +37,8 @@ class Loop:
     warm_up_seconds: float
     memory_peak: int | None
     ledger: Ledger
+    flops_a_sample = 0.0
+    """FLOPs of training for one sample; 0: not counted."""
 
     def __init__(self, overrides: Words) -> None:
         self.composed = compose_pretrained(overrides)
@@ -48,9 +50,8 @@ class Loop:
         runs, outside the measured time."""
         self.stack.on_process()
 
-    def take_step(self, comparable: bool = False) -> torch.Tensor:
-        """Takes a training step and returns its loss. A `comparable` step draws the noise that
-        fastlatent draws in training, so that the losses of different loops can be compared."""
+    def take_step(self) -> torch.Tensor:
+        """Takes a training step and returns its loss."""
         raise NotImplementedError
 
     def run(self, steps: int) -> None:
@@ -59,11 +60,9 @@ class Loop:
             self.take_step()
 
     def measure_loss(self, steps: int) -> float:
-        """Takes `steps` steps with the noise that fastlatent draws in training, so that the losses
-        of different loops can be compared. Returns the mean loss of the second half of these
-        steps."""
+        """Takes `steps` steps, and returns the mean loss of the second half of them."""
         self.stack.on_process()
-        losses = [self.take_step(comparable=True) for _ in range(steps)]
+        losses = [self.take_step() for _ in range(steps)]
         return torch.stack(losses[steps // 2 :]).mean().item()
 
     def list_missing(self) -> Words:
@@ -104,28 +103,29 @@ class Workload(Loop):
         torch.manual_seed(self.cfg.seed)
         self.training = assemble(self.cfg, self.device)
         self.stack = self.training.stack
+        self.flops_a_sample = self.training.state.meter.train_flops
 
         began = time.perf_counter()
         self.ledger = self.training.warm_up()
         self.warm_up_seconds = time.perf_counter() - began
         self.memory_peak = memory.read()
 
-    def take_step(self, comparable: bool = True) -> torch.Tensor:
+    def take_step(self) -> torch.Tensor:
         return self.training.take_step().loss
 
     def describe_steps(self, step_ms: Sequence[float]) -> Figures:
         figures = super().describe_steps(step_ms)
-        meter = self.training.state.meter
-        flops_a_second = figures["samples_per_s"] * meter.train_flops
+        flops_a_second = figures["samples_per_s"] * self.flops_a_sample
         network = self.training.state.network
-        rates = measure_rates(self.device) if meter.peak_flops else {}
+        peak = self.training.state.meter.peak_flops
+        rates = measure_rates(self.device) if peak else {}
         rate = 1e12 * rates.get(f"{self.cfg.runtime.precision}_product_tflops", 0.0)
         return figures | {
-            "mfu": flops_a_second / meter.peak_flops if meter.peak_flops else None,
+            "mfu": flops_a_second / peak if peak else None,
             "product_share": flops_a_second / rate if rate else None,
             "parameters": sum(p.numel() for p in network.parameters()),
             "tokens": network.tokens,
-            "flops_a_sample": meter.train_flops,
+            "flops_a_sample": self.flops_a_sample,
         }
 
 

@@ -20,7 +20,6 @@ object.
 
 from __future__ import annotations
 
-import json
 import sys
 
 from common.config.compose import report_user_errors
@@ -35,27 +34,24 @@ def main(words: list[str]) -> None:
         print((__doc__ or "").strip())
         return
 
+    # Import the commands only here, so that --help does not wait for torch.
+    from scripts.plan import largest, report
+
     words = ["json=true" if word == "--json" else word for word in words]
     command, *rest = words
-    if "=" not in command and command not in ("largest", "tune"):
+    if "=" in command:
+        print(report.plan(*split_words(report.PlanConfig, words, __doc__ or "")))
+    elif command == "largest":
+        print(
+            largest.compare_ways(*split_words(largest.LargestConfig, rest, largest.__doc__ or ""))
+        )
+    elif command == "tune":
+        print(report.tune(*split_words(report.TuneConfig, rest, __doc__ or "")))
+    else:
         raise UserError(
             f"plan {command}: there is no such command; give overrides to plan a run, or choose "
             "largest or tune."
         )
-
-    # Import the commands only here, so that --help does not wait for torch.
-    from scripts.plan import report
-    from scripts.plan.largest import LargestConfig, compare_ways
-    from scripts.plan.largest import __doc__ as largest_help
-
-    if "=" in command:
-        cfg, overrides = split_words(report.PlanConfig, words, __doc__ or "")
-        plan = report.plan_run(cfg, overrides)
-        print(json.dumps(plan, indent=1) if cfg.json else report.format_plan(plan))
-    elif command == "largest":
-        print(compare_ways(*split_words(LargestConfig, rest, largest_help or "")))
-    else:
-        print(report.tune(*split_words(report.TuneConfig, rest, __doc__ or "")))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ Each row is a way to save memory: overrides that the command adds to yours, and 
 The model gets more blocks (model.depth) until one more no longer fits. In every way each GPU has
 the whole batch_size of the configuration; the ways that shard the model run on `gpus` GPUs. Bytes
 are counted as for any plan. The column × is the number of parameters divided by that of the first
-row. No figure has been checked on a GPU yet.
+row.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from common.config.schema import Positive, refuse_values
@@ -23,6 +22,7 @@ from common.errors import UserError
 from common.memory import GIB
 from common.text import shorten_error
 from scripts.commands import format_table
+from scripts.plan.changes import find_largest
 from scripts.plan.memory import Forecast, forecast, make_question
 from training.weights.first_weights import compose_pretrained
 
@@ -44,6 +44,8 @@ WAYS = (
 HEADS = ("largest", "parameters", "×", "GPUs", "GiB a GPU", "GiB of state on the host", "way")
 MAX_DEPTH = 4096
 """Largest number of blocks that the search tries."""
+DEPTH_KEYS = ("attention_every", "internal_block", "align_block")
+"""Keys of model and objective that name a block, so that the model has at least as many."""
 
 
 @dataclass(frozen=True)
@@ -57,41 +59,11 @@ class LargestConfig:
     ways: list[str] = field(default_factory=lambda: list(WAYS))
 
 
-def find_largest(
-    forecast_depth: Callable[[int], Forecast], memory: float, start: int
-) -> Forecast | None:
-    """Finds the forecast of the deepest model, of 1 to `MAX_DEPTH` blocks, that needs at most
-    `memory` bytes by `forecast_depth(depth)`; None if one block does not fit. `start` is the second
-    depth to try, after 1.
-
-    Bytes are nearly linear in the depth. The next depth to try is the one at which a line through
-    the latest two points reaches `memory` bytes, so the search needs few forecasts.
-    """
-    plans: dict[int, Forecast] = {}
-    sizes: list[tuple[int, float]] = []
-    depth = 1
-    while True:
-        plans[depth] = forecast_depth(depth)
-        sizes.append((depth, plans[depth].needs.total))
-        largest = max((n for n, size in sizes if size <= memory), default=0)
-        too_large = min((n for n, size in sizes if size > memory), default=MAX_DEPTH + 1)
-        if too_large - largest == 1:
-            return plans.get(largest)
-
-        depth = start
-        if len(sizes) > 1:
-            (n_before, size_before), (n, size) = sizes[-2:]
-            slope = (size - size_before) / (n - n_before)
-            depth = int(n + (memory - size) / slope) if slope > 0 else MAX_DEPTH
-        depth = min(max(depth, largest + 1), too_large - 1)
-
-
 def forecast_largest(cfg: LargestConfig, words: list[str], way: str, card: Card) -> Forecast:
     """Returns the forecast of the run with the most blocks that fits the memory of the GPU model
     `card`. `words` are the command's configuration overrides, to which `way` adds more."""
     train = compose_pretrained([*words, *way.split()]).cfg
-    sharded = train.runtime.parallel.mode in ("fsdp", "hsdp")
-    gpus = cfg.gpus if sharded else 1
+    gpus = cfg.gpus if train.runtime.parallel.mode in ("fsdp", "hsdp") else 1
     train = replace(train, batch_size=train.batch_size * gpus)
     question = make_question(train, card.memory, gpus)
 
@@ -99,10 +71,17 @@ def forecast_largest(cfg: LargestConfig, words: list[str], way: str, card: Card)
         model = train.model | {"depth": depth}
         return forecast(replace(question, cfg=replace(train, model=model)))
 
-    plan = find_largest(forecast_depth, card.memory, train.model["depth"])
-    if plan is None:
-        raise UserError("one block does not fit.")
-    return plan
+    named = [(train.model | train.objective).get(key) or 1 for key in DEPTH_KEYS]
+    depth = find_largest(
+        lambda depth: forecast_depth(depth).needs.total,
+        card.memory,
+        train.model["depth"],
+        max(named),
+        MAX_DEPTH,
+    )
+    if depth < max(named):
+        raise UserError(f"{max(named)} blocks do not fit.")
+    return forecast_depth(depth)
 
 
 def compare_ways(cfg: LargestConfig, words: list[str]) -> str:

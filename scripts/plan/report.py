@@ -3,6 +3,7 @@ them to a runtime file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -29,19 +30,22 @@ from common.files import read_object
 from common.memory import GIB
 from common.text import is_figure
 from scripts.commands import format_table
-from scripts.plan.memory import ALLOCATOR_SLACK, CONTEXT_BYTES, Forecast, forecast, make_question
-from scripts.plan.savings import (
+from scripts.plan.changes import (
     count_savings,
     find_cheapest_change,
+    find_largest,
     format_overrides,
-    make_apply,
+    list_savings,
     merge_values,
 )
+from scripts.plan.memory import ALLOCATOR_SLACK, CONTEXT_BYTES, Forecast, forecast, make_question
 from training.preflight.tune import STEPS_KEY, tune_config
 from training.weights.first_weights import compose_pretrained
 
 HERE = "here"
 RATE_KEYS = ("samples_per_s", "rate_of", "mfu")
+MAX_SAMPLES = 2**20
+"""Largest micro-batch that the search tries."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +125,19 @@ def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
 
 def find_largest_micro_batch(plan: Forecast, memory: float) -> int:
     """Returns the number of samples of the largest micro-batch that fits `memory` bytes, by
-    extrapolating the bytes linearly over the samples; 0 if none fits."""
+    extrapolating the bytes of each phase linearly over the samples; 0 if none fits."""
     question = plan.question
     samples = question.samples
     other = max(1, samples // 2) if samples > 1 else 2
     batch = other * question.cfg.accumulation_steps * question.gpus
     at_other = forecast(replace(question, cfg=replace(question.cfg, batch_size=batch)))
-    largest = float("inf")
-    for phase, needs in plan.phases.items():
-        slope = (needs.total - at_other.phases[phase].total) / (samples - other)
-        if slope > 0:
-            largest = min(largest, samples + (memory - needs.total) / slope)
-        elif needs.total > memory:
-            largest = 0
-    return max(0, int(min(largest, 2**20)))
+    totals = [(plan.phases[name].total, at_other.phases[name].total) for name in plan.phases]
+
+    def extrapolate(number: int) -> float:
+        share = (number - samples) / (samples - other)
+        return max(now + share * (now - then) for now, then in totals)
+
+    return find_largest(extrapolate, memory, samples, 1, MAX_SAMPLES)
 
 
 def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
@@ -149,27 +152,23 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
     plan = forecast_run(words, cfg, card)
     train = plan.question.cfg
     samples = plan.question.samples
-    peak = plan.needs.total
-    fits = peak <= card.memory
+    fits = plan.needs.total <= card.memory
     per_second = find_rate(cfg, plan, card)
     hours = per_second and train.total_samples / per_second / 3600
     price = cfg.price_per_hour
 
     # Find the cheapest changes that make the run fit, if there are any.
-    change = None
-    if not fits:
-        taken, changed = find_cheapest_change(plan, card.memory, make_apply(train))
-        if changed.needs.total <= card.memory:
-            change = {
-                "words": format_overrides(merge_values(taken)),
-                "costs": "; ".join(saving.costs for saving in taken),
-                "peak_gib": changed.needs.total / GIB,
-            }
+    taken, changed = find_cheapest_change(plan, card.memory, list_savings(plan.question))
+    change = {
+        "words": format_overrides(merge_values(taken)),
+        "costs": "; ".join(saving.costs for saving in taken),
+        "peak_gib": changed.needs.total / GIB,
+    }
     return {
         "hardware": name,
         "gpus": cfg.gpus,
         "fits": fits,
-        "peak_gib": peak / GIB,
+        "peak_gib": plan.needs.total / GIB,
         "memory_gib": card.memory / GIB,
         "phase": plan.phase,
         "parts_gib": {part: size / GIB for part, size in plan.needs._asdict().items()},
@@ -182,40 +181,44 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "samples_per_s": per_second,
         "hours": hours,
         "cost": None if hours is None or price is None else cfg.gpus * price * hours,
-        "change": change,
+        "change": change if taken and changed.needs.total <= card.memory else None,
         "savings": [] if fits else count_savings(plan),
     }
 
 
 def format_plan(plan: dict[str, Any]) -> str:
     """Formats the plan as a table and sentences."""
-    parts = plan["parts_gib"]
-    gpu = parts["context"] > 0.0
-    lines = [f"{'part':<10} {'GiB':>6}"]
-    for part, size in parts.items():
-        if gpu or part not in ("context", "slack"):
-            lines.append(f"{part:<10} {size:>6.2f}")
-
-    time = "no hours and no cost without a rate: give rate_of=<the folder of a fastrun>, "
-    time += "samples_per_s= or mfu="
-    if plan["hours"] is not None:
-        cost = f", {plan['cost']:.2f} in all" if plan["cost"] is not None else ""
-        time = f"{plan['hours']:.2f} hours for {plan['samples']} samples at "
-        time += f"{plan['samples_per_s']:.1f} a second{cost}; "
-        time += "evaluation, sampling and saving come on top"
-
+    gpu = plan["parts_gib"]["context"] > 0.0
+    parts = [
+        (part, f"{size:.2f}")
+        for part, size in plan["parts_gib"].items()
+        if gpu or part not in ("context", "slack")
+    ]
     verdict = "fits" if plan["fits"] else "does not fit"
     phases = ", ".join(f"{phase} {size:.2f}" for phase, size in plan["phases_gib"].items())
     on_host = plan["on_host_gib"]
-    lines += [
+    lines = [
+        format_table([("part", "GiB"), *parts]),
         "",
         f"{plan['peak_gib']:.2f} GiB of {plan['memory_gib']:.1f} on {plan['gpus']} × "
         f"{plan['hardware']}, in phase {plan['phase']}: {verdict} (by phase: {phases})",
         f"micro-batch {plan['micro_batch']}, largest that fits {plan['largest_micro_batch']}; a "
         f"block keeps {plan['kept_mib_a_block_and_sample']:.2f} MiB a sample"
         + (f"; {on_host:.2f} GiB lie in host memory" if on_host else ""),
-        time,
     ]
+    if plan["hours"] is None:
+        lines.append(
+            "no hours and no cost without a rate: give rate_of=<the folder of a fastrun>, "
+            "samples_per_s= or mfu="
+        )
+    else:
+        cost = f", {plan['cost']:.2f} in all" if plan["cost"] is not None else ""
+        lines.append(
+            f"{plan['hours']:.2f} hours for {plan['samples']} samples at "
+            f"{plan['samples_per_s']:.1f} a second{cost}; evaluation, sampling and saving come on "
+            "top"
+        )
+
     change = plan["change"]
     if change:
         lines.append(
@@ -227,20 +230,24 @@ def format_plan(plan: dict[str, Any]) -> str:
             "no change that this plan knows makes it fit; use a smaller model, or several GPUs "
             "with fsdp."
         )
-
     if plan["savings"]:
         rows = [
             (" ".join(row["words"]), f"{row['bytes'] / GIB:.2f}", row["costs"])
             for row in plan["savings"]
         ]
         lines += ["", format_table([("each by itself", "saves GiB", "at the cost of"), *rows])]
-    lines.append("")
     if gpu:
         lines.append(
-            f"assumed: {CONTEXT_BYTES / GIB:.1f} GiB of context and {ALLOCATOR_SLACK:.0%} lost by "
-            "the allocator. On a GPU: not measured yet."
+            f"\nassumed: {CONTEXT_BYTES / GIB:.1f} GiB of context and {ALLOCATOR_SLACK:.0%} lost "
+            "by the allocator."
         )
-    return "\n".join(lines).rstrip()
+    return "\n".join(lines)
+
+
+def plan(cfg: PlanConfig, words: list[str]) -> str:
+    """Plans a run; returns its figures as JSON or as text."""
+    figures = plan_run(cfg, words)
+    return json.dumps(figures, indent=1) if cfg.json else format_plan(figures)
 
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:

@@ -40,13 +40,8 @@ from common.workers import ask_child, end_with_parent
 from data.spec import LatentSpec
 from data.synthetic import imitate_set
 from scripts import timing
+from scripts.plan.changes import find_cheapest_change, format_overrides, list_savings, merge_values
 from scripts.plan.memory import Question, forecast
-from scripts.plan.savings import (
-    describe_changes,
-    find_cheapest_change,
-    list_micro_batches,
-    merge_values,
-)
 from training.assemble import Training, assemble
 from training.inputs import find_text_level
 from training.preflight.length import measure_pauses
@@ -76,6 +71,19 @@ have: adding the same numbers in another order causes as much after a few update
 Changes = dict[str, Any]
 """Changes to a run: name of a runtime key, or accumulation_steps -> new value, of a type that JSON
 has."""
+
+
+def describe_changes(changes: Changes) -> str:
+    """Formats a candidate's changes as overrides in one string; "as given" if there are no
+    changes."""
+    return " ".join(format_overrides(changes)) or "as given"
+
+
+def list_micro_batches(cfg: TrainConfig) -> list[Changes]:
+    """Lists the changes of accumulation_steps to try: twice as many, which halves the micro-batch,
+    and half as many, if the number is even, which doubles the micro-batch."""
+    steps = cfg.accumulation_steps
+    return [{STEPS_KEY: 2 * steps}, *([{STEPS_KEY: steps // 2}] if steps % 2 == 0 else [])]
 
 
 class Search:
@@ -147,13 +155,6 @@ class Search:
         the step's result; {} if the step fits without changes, or if no forecast is possible. The
         forecast includes the run's latents and ddp's copies of the gradients, although the step of
         a candidate has neither. UserError if no changes make the step fit."""
-        memory = memory_of(self.device)
-
-        def apply(changes: Mapping[str, Any]) -> TrainConfig:
-            if not self.is_supported(changes):
-                raise UserError(f"{changes} is not available on this machine.")
-            return apply_changes(self.cfg, changes)
-
         spec = LatentSpec.from_dict(self.job["spec"])
         gpu = self.device.type == "cuda"
         question = Question(apply_changes(self.cfg, {}), spec, self.processes, self.reserved, gpu)
@@ -162,7 +163,10 @@ class Search:
         except ValueError as error:
             self.note({}, f"whether the step fits the memory is not known: {error}")
             return {}
-        taken, plan = find_cheapest_change(now, USABLE_MEMORY * memory, apply, exact=True)
+
+        memory = memory_of(self.device)
+        savings = [s for s in list_savings(question, exact=True) if self.is_supported(s.values)]
+        taken, plan = find_cheapest_change(now, USABLE_MEMORY * memory, savings)
         needed = plan.needs.total
         if needed > USABLE_MEMORY * memory:
             raise UserError(

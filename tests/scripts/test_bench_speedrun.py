@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from common.config.compose import compose
-from scripts.bench import TABLES, Case, speedrun
+from scripts.bench import TABLES, Case, measure, speedrun
 from scripts.bench.cases import plan_job
 from scripts.bench.measure import measure_case
-from scripts.bench.publish import Page, Result, format_entries, make_tables
+from scripts.bench.publish import Page, make_tables
+from scripts.bench.rows import Result, format_entries
 from scripts.bench.runner import Runner
 from scripts.bench.speedrun import FIGURES, climb, count_samples
 from scripts.timing import measure_seconds, summarise
@@ -103,15 +104,16 @@ def test_both_spaces_must_be_no_worse(monkeypatch):
 def board(monkeypatch):
     """Two tiny rows; steps of the second one take twice as long, and its rate is higher."""
     rows = {"mamba": f"{SMALL} optim.lr=1e-5", "faster": f"{SMALL} optim.lr=2e-2"}
-    monkeypatch.setitem(TABLES["speedrun"], "digits", rows)
+    monkeypatch.setitem(TABLES["cases"]["speedrun"], "digits", rows)
 
     def take_fixed_times(loops, steps, repeats, clock):
         assert clock is time.process_time
         return {name: [8.0 if name == "case" else 4.0] for name in loops}
 
-    monkeypatch.setattr(speedrun, "time_steps", take_fixed_times)
+    monkeypatch.setattr(measure, "time_steps", take_fixed_times)
     speedrun.train_run.cache_clear()
     yield rows
+    measure.BASELINE_CACHE.clear()
     speedrun.train_run.cache_clear()
 
 

@@ -1,7 +1,6 @@
 """scripts.plan: the plan of a run, the largest model, rates and refusals."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from common.environment import CARDS, match_card
 from common.memory import GIB
 from scripts.plan.__main__ import main
-from scripts.plan.largest import find_largest
+from scripts.plan.changes import find_largest, list_savings
 from scripts.plan.report import (
     PlanConfig,
     choose_card,
@@ -17,7 +16,6 @@ from scripts.plan.report import (
     forecast_run,
     plan_run,
 )
-from scripts.plan.savings import list_savings
 from tests.harness.plans import PLANNED, PLANNED_RUN, forecast_words
 
 
@@ -46,7 +44,7 @@ def test_the_plan_of_a_run(capsys, monkeypatch):
 
     savings = list_savings(forecast_words("batch_size=256").question)
     micro_batches = [saving for saving in savings if "accumulation_steps" in saving.values]
-    monkeypatch.setattr("scripts.plan.savings.list_savings", lambda *_: micro_batches)
+    monkeypatch.setattr("scripts.plan.report.list_savings", lambda *_: micro_batches)
     card = CARDS["a10"]._replace(memory=0.7 * GIB)
     monkeypatch.setitem(CARDS, "a10", card)
     text = run_plan(capsys, "batch_size=256", "hardware=a10")
@@ -87,12 +85,8 @@ def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
 def test_the_search_ends_at_the_last_depth_that_fits(start):
     """Also if the bytes are no line."""
 
-    def forecast_depth(depth):
-        return SimpleNamespace(depth=depth, needs=SimpleNamespace(total=depth**1.5))
-
-    for memory, depth in ((0.5, None), (1.0, 1), (1000.0, 100), (1014.9, 100), (1e9, 4096)):
-        found = find_largest(forecast_depth, memory, start)
-        assert (found and found.depth) == depth
+    for memory, depth in ((0.5, 0), (1.0, 1), (1000.0, 100), (1014.9, 100), (1e9, 4096)):
+        assert find_largest(lambda depth: depth**1.5, memory, start, 1, 4096) == depth
 
 
 def test_hours_and_cost_follow_a_rate(tmp_path, capsys):

@@ -12,9 +12,9 @@ from accel.techniques.parallel import DataParallel
 from common.config.compose import compose
 from common.environment import CARDS
 from scripts.plan import memory
+from scripts.plan.changes import count_savings, list_savings
 from scripts.plan.memory import Question
 from scripts.plan.report import PlanConfig, forecast_run
-from scripts.plan.savings import count_savings, list_savings
 from tests.harness.plans import PLANNED_RUN, forecast_words, pretend_processes
 from training.weights.pretrained import build_on_meta
 
@@ -118,7 +118,7 @@ def test_what_saves_memory_is_tried_from_the_cheapest_on():
 def test_what_each_change_saves_is_counted_and_the_most_comes_first(monkeypatch):
     """The order is that of this run; keys that are not available are left out."""
     kinds = (CheckpointBlocks, DataParallel, OffloadActivations)
-    monkeypatch.setattr("scripts.plan.savings.TECHNIQUES", kinds)
+    monkeypatch.setattr("scripts.plan.changes.TECHNIQUES", kinds)
     now = forecast_words("batch_size=256")
     rows = count_savings(now)
     sizes = [row["bytes"] for row in rows]

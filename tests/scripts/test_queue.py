@@ -146,7 +146,7 @@ def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkey
     runs.machine = {**runs.machine, "hardware": "another"}
     assert not runs.find_result(job, job.cases[0])
     # Other code measures again, and replaces the result.
-    monkeypatch.setattr(runner, "hash_case", lambda case: "other code")
+    monkeypatch.setattr(runner, "hash_code", lambda words: "other code")
     run_all(job, tmp_path)
     ((_, result),) = read_results(tmp_path).items()
     assert result["environment"]["code"] == "other code"
@@ -156,7 +156,7 @@ def test_the_order_is_by_need(tmp_path, monkeypatch):
     """Never measured, failed with other code, of other code and the oldest first; what failed with
     this code waits for `again`."""
     job = planted.plan_job(*[value] * 6)
-    monkeypatch.setattr(runner, "hash_case", lambda case: "new")
+    monkeypatch.setattr(runner, "hash_code", lambda words: "new")
     runs = Runner(tmp_path, machine={"hardware": "a CPU", "versions": {}})
     for number, case in enumerate(job.cases[1:], 1):
         entry = {"error": "planted"} if number in (2, 4) else {}
