@@ -30,20 +30,10 @@ from scripts.bench import TABLES, BenchConfig, Case, Figures
 from scripts.capabilities import measure_rates
 from scripts.timing import compute_ratios, measure_device_seconds, summarise, time_in_turn
 
-SHAPES: dict[str, list[int]] = TABLES["shapes"]
+SHAPES: dict[str, dict[str, int]] = TABLES["shapes"]
 INPUTS: dict[str, str] = TABLES["inputs"]
 INPUT_SETS = 4
 Function = Callable[..., Any]
-
-
-def find_sizes(setting: str) -> dict[str, int]:
-    """Returns letter or word in the texts of `INPUTS` -> size of that axis in a setting. For
-    example, K is the number of heads of the scan, and H the number of heads of attention."""
-    B, L, D, P, N = SHAPES[setting]
-    K = 2 * D // P
-    mixed = 2 * D + 4 * N
-    sizes = {"B": B, "L": L, "D": D, "P": P, "N": N, "K": K, "H": D // P}
-    return sizes | {"mixed": mixed, "projected": 2 * D + mixed + 2 * K, "hidden": 4 * D}
 
 
 def draw_inputs(operator: str, sizes: dict[str, int], device: torch.device) -> list[Tensor]:
@@ -80,12 +70,9 @@ def swiglu(joined: Tensor) -> Tensor:
 
 
 def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
-    """Returns name of an operator -> its definition, fused implementation and FLOPs. The tokens of
-    the setting form a grid that is as square as possible."""
-    B, L, _, P, N = SHAPES[setting]
-    sizes = find_sizes(setting)
-    height = max(h for h in range(1, int(L**0.5) + 1) if L % h == 0)
-    grid = (height, L // height)
+    """Returns name of an operator -> its definition, fused implementation and FLOPs."""
+    sizes = SHAPES[setting]
+    grid = (sizes["rows"], sizes["columns"])
 
     def make_op(definition: Function, fused: Function, fourth: Any, flops: int = 0) -> Op:
         """Makes an operator whose fourth argument is no input."""
@@ -95,7 +82,8 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
         )
         return Op(one, other, flops)
 
-    scanning = B * count_bidirectional_ssd_flops(L, sizes["K"], P, N)
+    B, L, K, P, N = (sizes[letter] for letter in "BLKPN")
+    scanning = B * count_bidirectional_ssd_flops(L, K, P, N)
     mixing = B * count_local_mix_flops(L, sizes["mixed"])
     scan = Op(bidirectional_ssd, fused_bidirectional_ssd, scanning)
     return {
@@ -157,7 +145,7 @@ def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
     setting = str(cfg.setting)
     op = make_operators(setting, device)[operator]
     function = WAYS[way](op)
-    sizes = find_sizes(setting)
+    sizes = SHAPES[setting]
     sets = [draw_inputs(operator, sizes, device) for _ in range(INPUT_SETS)]
     figures: Figures = {"sizes": sizes}
     for name, backward in (("forward_", False), ("", True)):

@@ -3,8 +3,7 @@
 A case is not measured again if a result for this hardware, these versions of torch and Triton, its
 overrides, keys and code exists, even if the result is an error. A child process measures cases, and
 ends when its parent ends. A case that fails, hangs or crashes ends its child, and the next case
-starts a new child. The time limit of a case starts when the child reports that it begins to
-measure.
+starts a new child. The time limit of a case does not include the start of a child.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
-from multiprocessing import get_context, parent_process, set_start_method
-from multiprocessing.connection import Connection, wait
+from multiprocessing import active_children, get_context, set_start_method
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
@@ -34,17 +33,16 @@ from common import workers
 from common.environment import describe_environment
 from common.errors import UserError
 from common.files import find_cache_folder, lock_folder, make_folder, replace_file, write_json
+from common.text import shorten_error
 from scripts.bench import Case, Figures, Words
 from scripts.bench.cases import Job, hash_code
 from scripts.bench.measure import device_of, measure_case
 from scripts.bench.rows import identify
 
 START_SECONDS = 300.0
-"""Seconds that the parent process waits until a child process is ready to measure, begins a case,
-or ends."""
-MAX_WAIT_SECONDS = 1e6
-"""Largest timeout in seconds that is given to the operating system, which refuses an infinite
-one."""
+"""Seconds that the parent process waits until a child process is ready to measure."""
+MAX_SECONDS = 1e6
+"""Largest time limit of a case in seconds; the operating system refuses an infinite one."""
 SPAWN = get_context("spawn")
 Task: TypeAlias = tuple[Job, Case]
 
@@ -61,16 +59,13 @@ def pack_results(folder: Path, archive: Path) -> None:
             tar.add(file, f"trials/kernels/{file.name}")
 
 
-def run_child(connection: Connection, words: Words, folder: Path) -> None:
-    """Main function of a child process: sends the parent a description of this machine, then
-    measures each case that the parent sends, until the parent ends."""
+def prepare_child(words: Words, folder: Path, parent: int) -> Figures:
+    """Prepares this process, a child, for measuring cases, and describes the machine."""
     os.setsid()
     # Reset the start method, which is "spawn" in this process, so that the workers of a measured
     # loader start by the same method as in train.py.
     set_start_method(None, force=True)
-    parent = parent_process()
-    assert parent is not None
-    workers.end_with_parent(parent.pid or 0)
+    workers.end_with_parent(parent)
     with (folder / "log.txt").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -86,67 +81,42 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
     # Raise the number of times that PyTorch may compile the same code, because this one process
     # compiles it for many models.
     torch._dynamo.config.recompile_limit = 64
-    connection.send(describe_environment(device) | {"device": device.type})
-    while True:
-        case, cfg = connection.recv()
-        connection.send("measuring")
-        connection.send(measure_case(case, cfg))
+    return describe_environment(device) | {"device": device.type}
 
 
 class Child:
-    """A child process that measures cases, as the parent process sees it. The constructor starts
+    """A child process that measures cases: an executor with one process. The constructor starts
     the process; UserError if the process does not become ready."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.folder = folder
         (folder / "tmp").mkdir(exist_ok=True)
-        self.connection, child_end = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=run_child, args=(child_end, words, folder))
-        self.process.start()
-        child_end.close()
-        self.machine: Figures = self.await_reply()
-
-    def await_reply(self) -> Any:
-        """Returns the child's next message. UserError if the child ends, or sends no message
-        within `START_SECONDS`."""
+        self.executor = ProcessPoolExecutor(1, SPAWN)
+        others = active_children()
+        ready = self.executor.submit(prepare_child, words, folder, os.getpid())
+        (self.process,) = {*active_children()} - {*others}
         try:
-            return self.receive(START_SECONDS)
-        except (EOFError, OSError) as error:
+            self.machine = ready.result(START_SECONDS)
+        except Exception as error:
             self.end()
             raise UserError(
-                f"no process can measure here: {self.describe_end(error)}. Finished results are "
-                f"kept; see {self.folder / 'log.txt'}, then run the same command again."
+                f"no process can measure here: {shorten_error(error)}. Finished results are kept; "
+                f"see {folder / 'log.txt'}, then run the same command again."
             ) from error
-
-    def receive(self, limit: float) -> Any:
-        """Returns the child's next message. EOFError if the child has ended, TimeoutError after
-        `limit` seconds."""
-        ready = wait([self.connection, self.process.sentinel], min(limit, MAX_WAIT_SECONDS))
-        if not ready:
-            raise TimeoutError(f"not done after {limit:.0f} s")
-        if self.connection not in ready:
-            raise EOFError
-        return self.connection.recv()
 
     def measure(self, case: Case, cfg: Any, limit: float) -> Figures:
         """Lets the child measure a case and returns the figures; returns only an `error` if the
         measurement takes longer than `limit` seconds or ends the child."""
         try:
-            self.connection.send((case, cfg))
-            self.await_reply()
-            return self.receive(limit)
-        except (EOFError, OSError) as error:
-            return {"error": self.describe_end(error)}
-
-    def describe_end(self, error: BaseException) -> str:
-        """Describes how the child process ended, or that it did not reply in time."""
-        if isinstance(error, TimeoutError):
-            return str(error)
-        self.process.join(START_SECONDS)
-        code = self.process.exitcode or 0
-        if code < 0:
-            return f"the process was ended by {signal.Signals(-code).name}"
-        return f"the process ended with status {code}"
+            return self.executor.submit(measure_case, case, cfg).result(min(limit, MAX_SECONDS))
+        except TimeoutError:
+            return {"error": f"not done after {limit:.0f} s"}
+        except BrokenExecutor:
+            self.executor.shutdown()
+            code = self.process.exitcode or 0
+            if code < 0:
+                return {"error": f"the process was ended by {signal.Signals(-code).name}"}
+            return {"error": f"the process ended with status {code}"}
 
     def end(self) -> None:
         """Kills the child process and all its own children, and removes their temporary files."""
@@ -155,8 +125,7 @@ class Child:
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.process.pid or 0, signal.SIGKILL)
-        self.process.join()
-        self.connection.close()
+        self.executor.shutdown()
         shutil.rmtree(self.folder / "tmp", ignore_errors=True)
 
 

@@ -26,7 +26,7 @@ def test_settings_are_what_they_say(setting, batch, tokens):
     cfg = compose(SETTINGS[setting]["words"].split()).cfg
     model = build_on_meta(cfg.model, foresee_latents(cfg, 2**40)[0])
     assert cfg.batch_size == batch
-    assert model.tokens == kernels.SHAPES[setting][1] == tokens
+    assert model.tokens == kernels.SHAPES[setting]["L"] == tokens
     assert cfg.model == compose([f"model=ssd_mlp_{setting[0]}"]).cfg.model
 
 

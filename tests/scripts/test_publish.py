@@ -13,7 +13,7 @@ from accel.stack import TECHNIQUES
 from common.files import ROOT
 from models.mixers.attention import Attention
 from scripts.bench import TABLES, publish
-from scripts.bench.cases import hash_code, plan_job
+from scripts.bench.cases import hash_code
 from scripts.bench.publish import PLACES, Page, make_tables
 from scripts.bench.rows import Result, add_remarks, format_entries
 from scripts.commands import format_table

@@ -7,7 +7,7 @@ import torch
 from accel.trial.kernels import Contest
 from common.files import ROOT, read_object
 from scripts.bench.floor import SUMS, Traffic
-from scripts.bench.kernels import draw_inputs, find_sizes, make_operators
+from scripts.bench.kernels import SHAPES, draw_inputs, make_operators
 from tests.harness.proofs import make_stack, make_use
 
 GAINS = read_object(ROOT / "accel" / "trial" / "gains.json")
@@ -36,7 +36,7 @@ def count_bytes(function, inputs):
 def test_factors_are_those_that_bytes_and_gpus_give(key):
     name = OPERATORS[key]
     device = torch.device("meta")
-    inputs = draw_inputs(name, find_sizes("b256"), device)
+    inputs = draw_inputs(name, SHAPES["b256"], device)
     op = make_operators("b256", device)[name]
     least, _ = count_bytes(op.fused, inputs)
     rows = read_object(ROOT / "docs" / "benchmarks" / "h100" / "kernels.json")["cases"]
