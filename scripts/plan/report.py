@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
+from jinja2 import Template
 
 from common.config.compose import to_yaml
 from common.config.schema import Positive, refuse_values
@@ -186,68 +187,14 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
     }
 
 
-def format_plan(plan: dict[str, Any]) -> str:
-    """Formats the plan as a table and sentences."""
-    gpu = plan["parts_gib"]["context"] > 0.0
-    parts = [
-        (part, f"{size:.2f}")
-        for part, size in plan["parts_gib"].items()
-        if gpu or part not in ("context", "slack")
-    ]
-    verdict = "fits" if plan["fits"] else "does not fit"
-    phases = ", ".join(f"{phase} {size:.2f}" for phase, size in plan["phases_gib"].items())
-    on_host = plan["on_host_gib"]
-    lines = [
-        format_table([("part", "GiB"), *parts]),
-        "",
-        f"{plan['peak_gib']:.2f} GiB of {plan['memory_gib']:.1f} on {plan['gpus']} × "
-        f"{plan['hardware']}, in phase {plan['phase']}: {verdict} (by phase: {phases})",
-        f"micro-batch {plan['micro_batch']}, largest that fits {plan['largest_micro_batch']}; a "
-        f"block keeps {plan['kept_mib_a_block_and_sample']:.2f} MiB a sample"
-        + (f"; {on_host:.2f} GiB lie in host memory" if on_host else ""),
-    ]
-    if plan["hours"] is None:
-        lines.append(
-            "no hours and no cost without a rate: give rate_of=<the folder of a fastrun>, "
-            "samples_per_s= or mfu="
-        )
-    else:
-        cost = f", {plan['cost']:.2f} in all" if plan["cost"] is not None else ""
-        lines.append(
-            f"{plan['hours']:.2f} hours for {plan['samples']} samples at "
-            f"{plan['samples_per_s']:.1f} a second{cost}; evaluation, sampling and saving come on "
-            "top"
-        )
-
-    change = plan["change"]
-    if change:
-        lines.append(
-            f"cheapest change that fits: {' '.join(change['words'])} "
-            f"({change['peak_gib']:.2f} GiB; it costs {change['costs']})"
-        )
-    elif not plan["fits"]:
-        lines.append(
-            "no change that this plan knows makes it fit; use a smaller model, or several GPUs "
-            "with fsdp."
-        )
-    if plan["savings"]:
-        rows = [
-            (" ".join(row["words"]), f"{row['bytes'] / GIB:.2f}", row["costs"])
-            for row in plan["savings"]
-        ]
-        lines += ["", format_table([("each by itself", "saves GiB", "at the cost of"), *rows])]
-    if gpu:
-        lines.append(
-            f"\nassumed: {CONTEXT_BYTES / GIB:.1f} GiB of context and {ALLOCATOR_SLACK:.0%} lost "
-            "by the allocator."
-        )
-    return "\n".join(lines)
-
-
 def plan(cfg: PlanConfig, words: list[str]) -> str:
-    """Plans a run; returns its figures as JSON or as text."""
+    """Plans a run; returns its figures as JSON, or as text by plan.txt.jinja."""
     figures = plan_run(cfg, words)
-    return json.dumps(figures, indent=1) if cfg.json else format_plan(figures)
+    if cfg.json:
+        return json.dumps(figures, indent=1)
+    assumed = {"context_gib": CONTEXT_BYTES / GIB, "slack": ALLOCATOR_SLACK}
+    template = Template(Path(__file__).with_name("plan.txt.jinja").read_text(), trim_blocks=True)
+    return template.render(figures, table=format_table, **assumed)
 
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:
