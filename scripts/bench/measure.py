@@ -33,10 +33,6 @@ from scripts.timing import compute_ratios, disable_compiler_caches, summarise, s
 from training.evaluate import evaluate
 from training.preflight.memory import count_lasting_bytes
 
-NEEDS_GPU = "needs an NVIDIA GPU"
-PRODUCT_SUFFIX = "_product_tflops"
-"""Suffix of the names of measured rates of matrix products, after the precision, as in
-bf16_product_tflops."""
 EMULATE_OVERRIDE = f"runtime.on_unavailable={OnUnavailable.emulate}"
 PYTEST_COMMAND = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfs", "--tb=short", "-Wdefault"),
@@ -54,15 +50,17 @@ def device_of(words: Words) -> torch.device:
     return pick_device(values.get("runtime.device", "auto"))
 
 
-def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
+def find_refusals(words: Words, device: torch.device) -> tuple[dict[str, str], Words]:
     """Returns override among `words` that this machine does not support, such as runtime.tf32=true
-    -> the reason. With the override `runtime.on_unavailable=emulate` a CPU supports what PyTorch
-    emulates in software."""
+    -> the reason; and the overrides that PyTorch emulates in software on a CPU, if the override
+    `runtime.on_unavailable=emulate` asks for it."""
     reasons = find_capabilities(device)
+    refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
+    lacking = {word: reason for word, reason in refusals.items() if reason}
     emulates = device.type == "cpu" and EMULATE_OVERRIDE in words
     emulable = {Precision.make_override(v) for v in Precision.emulated if emulates}
-    refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
-    return {word: reason for word, reason in refusals.items() if reason and word not in emulable}
+    emulated = sorted(emulable & lacking.keys())
+    return {word: lacking[word] for word in lacking if word not in emulated}, emulated
 
 
 def measure_case(case: Case, cfg: BenchConfig) -> Figures:
@@ -78,17 +76,13 @@ def measure_case(case: Case, cfg: BenchConfig) -> Figures:
     try:
         if case.compiles and not cfg.inductor:
             return {"reason": "left out: inductor=false"}
-        words = [*case.overrides, *case.needs]
-        refusals = find_refusals(words, device)
+        refusals, emulated = find_refusals([*case.overrides, *case.needs], device)
         for word in case.needs:
             if word in refusals:
                 return {"reason": refusals[word]}
-
         figures = case.measure(case, cfg)
         synchronise(device)
-        lacking = {word for word, reason in find_capabilities(device).items() if reason}
-        emulated = sorted(lacking & {*words} - refusals.keys())
-        return figures | {"emulated": emulated} if emulated else figures
+        return figures | ({"emulated": emulated} if emulated else {})
     except torch.OutOfMemoryError as error:
         return {"error": f"out of memory: {shorten_error(error)}"}
     except Exception as error:
@@ -159,7 +153,7 @@ def compare(
     loop = base
     loss = base_loss
     if case.overrides != case.baseline:
-        refused = find_refusals(case.overrides, base.device)
+        refused, _ = find_refusals(case.overrides, base.device)
         # The ladder, whose baseline is the newcomer's loop, reports how long the first start takes
         # without stored compiled code. So disable the compiler's caches for its cases.
         with disable_compiler_caches() if isinstance(base, NewcomersLoop) else nullcontext():
@@ -224,8 +218,8 @@ def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
     """
     workload = Workload(case.overrides)
     step_ms = time_steps({"case": workload}, cfg.steps, cfg.repeats)["case"]
-    memory = memory_of(workload.device)
-    plan = forecast(make_question(workload.cfg, memory, gpu=workload.device.type == "cuda"))
+    device = workload.device
+    plan = forecast(make_question(workload.cfg, memory_of(device), gpu=device.type == "cuda"))
     predicted = plan.needs.total - plan.needs.context
     measured = workload.memory_peak
     return workload.describe_steps(step_ms) | {
@@ -256,9 +250,9 @@ def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
     findings = doctor.examine(measure=True)
     rates = findings["rates"]
     times = {
-        name.replace(PRODUCT_SUFFIX, "_times"): rate / rates[f"fp32{PRODUCT_SUFFIX}"]
+        f"{name.partition('_')[0]}_times": rate / rates["fp32_product_tflops"]
         for name, rate in rates.items()
-        if name.endswith(PRODUCT_SUFFIX)
+        if "product" in name
     }
     return findings | rates | times | {"text": doctor.format_findings(findings)}
 
@@ -277,7 +271,7 @@ def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
     are not known in advance.
     """
     if not torch.cuda.is_available():
-        return {"reason": NEEDS_GPU}
+        return {"reason": "needs an NVIDIA GPU"}
     if not (ROOT / "tests").is_dir():
         return {"reason": "left out: the folder tests/ is not here; a clone of the project has it"}
     command = [*PYTEST_COMMAND, *case.overrides]
@@ -288,7 +282,7 @@ def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
 def count_outcomes(output: str, status: int) -> Figures:
     """Counts the tests in the output of pytest, which ended with `status`."""
     lines = output.strip().splitlines() or ["pytest printed nothing"]
-    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", lines[-1])}
-    figures = {kind: counts.get(kind, 0) for kind in ("passed", "failed", "skipped", "errors")}
-    report = {"text": "\n".join(lines[-REPORT_LINES:])}
-    return figures | report | ({"error": f"pytest: {lines[-1].strip('= ')}"} if status else {})
+    figures: Figures = dict.fromkeys(("passed", "failed", "skipped", "errors"), 0)
+    figures |= {kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", lines[-1])}
+    figures["text"] = "\n".join(lines[-REPORT_LINES:])
+    return figures | ({"error": f"pytest: {lines[-1].strip('= ')}"} if status else {})

@@ -10,10 +10,10 @@ the device.
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -48,14 +48,6 @@ class ItemsInFiles(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(np.load(self.folder / f"{index}.npy")), self.labels[index]
-
-
-def yield_order(count: int, seed: int) -> Iterator[int]:
-    """Yields the indices of samples endlessly in the framework's order, so that the newcomer's loop
-    and the framework's loop see the same samples."""
-    order = EpochOrder(count, seed, torch.device("cpu"))
-    for epoch in itertools.count():
-        yield from order.find_epoch(epoch).tolist()
 
 
 class NewcomersLoop(Loop):
@@ -101,24 +93,20 @@ class NewcomersLoop(Loop):
             kind = ItemsInFiles if storage == "files" else TensorDataset
             self.items = kind(latents, labels)
 
-        # Build the model and take a few warm-up steps, then load the initial weights again, so that
-        # measured steps start from the initial weights.
+        # Take warm-up steps, then start anew, so that measured steps start from initial weights.
         memory = MemoryPeak(self.device)
-        torch.manual_seed(self.cfg.seed)
-        self.model = build_model(self.cfg.model, self.spec, self.device)
         self.objective = build(self.cfg.objective, "objective")
-        initial = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        began = time.perf_counter()
         self.start()
+        began = time.perf_counter()
         self.run(2)
         self.warm_up_seconds = time.perf_counter() - began
-        self.model.load_state_dict(initial)
         self.start()
         self.memory_peak = memory.read()
 
     def start(self) -> None:
-        """Restarts from the first sample, with a new optimizer and with new averages of the present
-        weights."""
+        """Starts from the first sample, with initial weights."""
+        torch.manual_seed(self.cfg.seed)
+        self.model = build_model(self.cfg.model, self.spec, self.device)
         self.averages = [p.detach().clone() for p in self.model.parameters()]
         rates = {name: value for name, value in self.cfg.optim.items() if name != "_target_"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)
@@ -130,10 +118,12 @@ class NewcomersLoop(Loop):
         if self.items is None:
             self.source.load_state_dict({"samples_seen": 0})
             return ((batch.latents, batch.condition.labels) for batch in self.source)
+        # The samples come in the framework's order, so that both loops see the same ones.
+        order = EpochOrder(self.spec.count, self.cfg.seed, torch.device("cpu"))
         loader = DataLoader(
             self.items,
             self.cfg.batch_size,
-            sampler=yield_order(self.spec.count, self.cfg.seed),
+            sampler=chain.from_iterable(order.find_epoch(i).tolist() for i in count()),
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )

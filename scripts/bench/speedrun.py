@@ -22,8 +22,8 @@ from common.text import replace_non_finite
 from evaluation.evaluator import TrainingDistances
 from scripts.bench import TABLES, Case, Figures, SpeedrunConfig, Words
 from scripts.bench.measure import compare, device_of
+from scripts.bench.rows import format_entries
 from scripts.bench.step import Workload
-from scripts.commands import format_table
 from scripts.timing import measure_seconds, summarise
 from training.evaluate import evaluate
 from training.weights.pretrained import build_autoencoder
@@ -172,10 +172,8 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
 
     attempts, best = climb(cfg.speedups, baseline, train)
     k = min(best[name] for name in SPACES)
-    columns = TABLES["attempts"]
-    rows = [[case.name, *columns]]
-    for attempt in ({"times_faster": "baseline", **baseline}, *attempts):
-        rows.append(["", *(form.format(**attempt) for form in columns.values())])
+    rows = [{"times_faster": "baseline", **baseline}, *attempts]
+    table, *_ = format_entries("attempts", [{"name": case.name, **row} for row in rows])
     return {
         **cost,
         "k": k,
@@ -184,5 +182,5 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
         "baseline": baseline,
         "tried": [attempt["times_faster"] for attempt in attempts],
         "attempts": replace_non_finite(attempts),
-        "text": format_table(rows),
+        "text": table,
     }
