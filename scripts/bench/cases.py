@@ -36,7 +36,7 @@ from scripts.bench import (
 from scripts.commands import split_words
 
 SETTINGS = TABLES["settings"]
-ROWS = TABLES["cases"] | {"data": dict.fromkeys(data.LOADERS, "")}
+ROWS = TABLES["cases"]
 """Name of a command -> its rows: title of a case -> its words, or its fields."""
 FIELDS = ("name", "over", "base", "adds", "own", "more", "needs", "family")
 """Fields of a row that the comment of cases.yaml explains; the others are facts of the result."""
@@ -66,7 +66,10 @@ def plan_rows(command: Command, cfg: Any, words: Words, rows: Any) -> Iterator[C
             texts = {"name": title, "over": over} | ({"adds": row} if isinstance(row, str) else row)
             if texts["over"] != over:
                 continue
-            texts = {key: text.format(title=title, **values) for key, text in texts.items()}
+            texts = {
+                key: text.format(title=title, **values) if isinstance(text, str) else text
+                for key, text in texts.items()
+            }
             base, adds, own, more = (texts.get(key, "").split() for key in FIELDS[2:6])
             start = measure.replace_family(words, texts["family"]) if "family" in texts else words
             rungs += more

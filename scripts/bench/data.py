@@ -66,7 +66,9 @@ def write_latent_files(count: int, side: int) -> Path:
     return folder
 
 
-def feed_per_sample(workers: int, folder: Path, size: int, device: torch.device) -> Iterator[Any]:
+def feed_per_sample(
+    folder: Path, size: int, device: torch.device, num_workers: int
+) -> Iterator[Any]:
     """Yields batches (latents, labels) on the device, endlessly, by the pipeline that webdataset's
     documentation shows."""
     webdataset: Any = import_module("webdataset")
@@ -74,8 +76,9 @@ def feed_per_sample(workers: int, folder: Path, size: int, device: torch.device)
     dataset = webdataset.WebDataset(tars, shardshuffle=100, empty_check=False)
     samples = dataset.shuffle(1000).decode().to_tuple("npy", "cls")
     batches = samples.batched(size, partial=False).repeat()
-    pinned = device.type == "cuda"
-    loader = webdataset.WebLoader(batches, batch_size=None, num_workers=workers, pin_memory=pinned)
+    loader = webdataset.WebLoader(
+        batches, batch_size=None, num_workers=num_workers, pin_memory=device.type == "cuda"
+    )
     for latents, labels in loader:
         on_device = torch.as_tensor(latents).to(device, non_blocking=True).float()
         yield on_device, torch.as_tensor(labels).to(device)
@@ -110,24 +113,15 @@ def open_in_chunks(folder: Path, size: int, device: torch.device) -> Iterator[An
     return open_ours(ResidentLatents, folder, size, device, device_memory_gib=room / GIB)
 
 
-LOADERS: dict[str, Callable[[Path, int, torch.device], Iterator[Any]]] = {
+LOADERS: dict[str, Callable[..., Iterator[Any]]] = {
     "resident": partial(open_ours, ResidentLatents),
-    "resident, int8": partial(open_ours, ResidentLatents, storage="int8"),
-    "resident, in chunks read ahead": open_in_chunks,
-    "webdataset, in a thread": partial(open_ours, StreamedLatents, num_workers=0),
-    **{
-        f"webdataset, {workers} × {ahead}": partial(
-            open_ours, StreamedLatents, num_workers=workers, prefetch_factor=ahead
-        )
-        for workers in (1, 2, 4)
-        for ahead in (2, 4)
-    },
-    "mmap at random": feed_at_random,
-    "webdataset's own pipeline, 1 worker": partial(feed_per_sample, 1),
-    "webdataset's own pipeline, 2 workers": partial(feed_per_sample, 2),
+    "chunks": open_in_chunks,
+    "webdataset": partial(open_ours, StreamedLatents),
+    "mmap": feed_at_random,
+    "pipeline": feed_per_sample,
 }
-"""Name of a loader -> function that opens it as an endless stream of batches on the device; "2 × 4"
-in a name stands for two workers with a `prefetch_factor` of four."""
+"""Name of a loader in cases.yaml -> function that opens it as an endless stream of batches on the
+device."""
 
 
 def measure_loader(case: Case, cfg: BenchConfig) -> Figures:
@@ -139,7 +133,8 @@ def measure_loader(case: Case, cfg: BenchConfig) -> Figures:
 
     # Start the clock before the loader opens, so that the first epoch includes the time to open it.
     began = time.perf_counter()
-    batches = LOADERS[case.name](folder, size, device)
+    options = {name: value for name, value in case.labels.items() if name != "loader"}
+    batches = LOADERS[case.labels["loader"]](folder, size, device, **options)
 
     def read_epoch() -> None:
         for _ in range(number):

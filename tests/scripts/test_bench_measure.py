@@ -117,7 +117,7 @@ def test_mixers_are_compared_at_equal_parameters(tmp_path):
 def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SETTING_SIZES", {"tiny": (2048, 256, 4)})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    names = [name for name in data.LOADERS if "4" not in name]  # four of a thing are as two
+    names = [name for name in TABLES["cases"]["data"] if "4" not in name]  # four are as two
     entries = measure_tiny("data", tmp_path, f"rows={names}")
     assert list(entries) == names
     assert all(entry["samples_per_s"] > 0 for entry in entries.values())
