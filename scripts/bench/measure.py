@@ -28,7 +28,8 @@ from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
 from scripts.capabilities import find_capabilities
-from scripts.plan.memory import forecast, make_question
+from scripts.plan.memory import forecast
+from scripts.plan.question import make_question
 from scripts.timing import compute_ratios, disable_compiler_caches, summarise, synchronise
 from training.evaluate import evaluate
 from training.preflight.memory import count_lasting_bytes

@@ -12,7 +12,8 @@ from typing import Any
 from accel.stack import TECHNIQUES
 from accel.technique import Saving
 from common.config.compose import compose
-from scripts.plan.memory import Forecast, Question, forecast
+from scripts.plan.memory import Forecast, forecast
+from scripts.plan.question import Question
 from training.preflight.tune import STEPS_KEY, apply_changes
 
 USEFUL_SHARE = 0.99

@@ -23,7 +23,8 @@ from common.memory import GIB
 from common.text import shorten_error
 from scripts.commands import format_table
 from scripts.plan.changes import find_largest
-from scripts.plan.memory import Forecast, forecast, make_question
+from scripts.plan.memory import Forecast, forecast
+from scripts.plan.question import make_question
 from training.weights.first_weights import compose_pretrained
 
 SHARDED_WORDS = "runtime=lowmem runtime.parallel.mode=fsdp"

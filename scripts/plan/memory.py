@@ -32,8 +32,8 @@ from scripts.plan.counting import (
     count_update,
     with_few_blocks,
 )
+from scripts.plan.question import Question
 from training.heads import ModelWithHeads
-from training.inputs import foresee_latents
 from training.objective import Objective
 from training.optim.ema import EMA
 from training.optim.groups import make_parameter_groups
@@ -41,17 +41,14 @@ from training.weights.first_weights import add_adapter, find_base
 from training.weights.pretrained import build_on_meta
 
 CONTEXT_BYTES = 0.6 * GIB
-"""Bytes that the CUDA driver's context takes on a GPU, including the workspaces of cuBLAS and
-cuDNN."""
+"""Bytes of the CUDA driver's context on a GPU, with the workspaces of cuBLAS and cuDNN."""
 ALLOCATOR_SLACK = 0.04
-"""Bytes that PyTorch's caching allocator reserves without use, as a share of the bytes of live
-tensors."""
+"""Bytes that PyTorch's allocator reserves without use, as a share of those of live tensors."""
 OFFLOADED_PARTS = ("weights", "gradients", "averages", "optimizer")
 """Parts of the training state that stay in host memory if fsdp or hsdp runs with cpu_offload."""
 COUNT_CACHE: dict[str, Any] = {}
-"""Cache of this process: text of a count's settings -> the counted bytes of the passes or the
-update. Forecasts that differ only in the optimizer, the batch or the number of GPUs share many
-counts."""
+"""Text of a count's settings -> its bytes. Forecasts that differ only in the optimizer, the batch
+or the number of GPUs share many counts."""
 
 
 class Needs(NamedTuple):
@@ -77,43 +74,6 @@ class Needs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Question:
-    """The run to forecast: its configuration, on `gpus` GPUs that share each batch.
-
-    `spec` describes the latents; `resident` is the number of bytes of latents that lie on the
-    device. With `gpu=False` the forecast is for this machine's CPU, without the techniques that it
-    does not support.
-    """
-
-    cfg: TrainConfig
-    spec: LatentSpec
-    gpus: int = 1
-    resident: float = 0.0
-    gpu: bool = True
-
-    @property
-    def samples(self) -> int:
-        """Number of samples in a micro-batch on one GPU."""
-        return max(1, self.cfg.batch_size // self.cfg.accumulation_steps // self.gpus)
-
-    @property
-    def mode(self) -> str:
-        """Parallelism of the GPUs: none, ddp, fsdp or hsdp."""
-        if self.gpus == 1:
-            return "none"
-        mode = self.cfg.runtime.parallel.mode
-        return "ddp" if mode in ("auto", "none") else mode
-
-    @property
-    def shards(self) -> int:
-        """Number of GPUs over which the weights, gradients and optimizer state are sharded; 1: not
-        sharded."""
-        if self.mode == "hsdp":
-            return min(self.cfg.runtime.parallel.shard_degree or 8, self.gpus)
-        return self.gpus if self.mode == "fsdp" else 1
-
-
-@dataclass(frozen=True)
 class Forecast:
     """Memory that a run needs on one GPU, extrapolated from models with few blocks."""
 
@@ -134,8 +94,8 @@ class Forecast:
         if len(self.depths) == 1:
             return values[0]
         first, second = self.depths
-        slope = (values[1] - values[0]) / (second - first)
-        return values[0] + slope * (self.network.model.depth - first)
+        share = (self.network.model.depth - first) / (second - first)
+        return values[0] + share * (values[1] - values[0])
 
     @cached_property
     def parameters(self) -> int:
@@ -204,8 +164,7 @@ class Forecast:
             latents=question.resident,
         )
 
-        # The passes were counted with at most two micro-batches. Add the latents of all further
-        # micro-batches, which wait on the device too.
+        # Passes were counted with at most two micro-batches; latents of further ones wait too.
         spec = question.spec
         batch = 4.0 * spec.channels * spec.height * spec.width + 8.0
         batches = max(0, steps - 2) * question.samples * batch
@@ -214,8 +173,7 @@ class Forecast:
         for phase, peak in self.find_peaks().items():
             rest = max(0.0, peak.live - self.count_whole("weights") - peak.gradients)
             # With several micro-batches, gradients are sharded only after the last one, so each GPU
-            # holds them whole. With only one micro-batch, no gradients exist yet in the forward
-            # pass.
+            # holds them whole. With only one, no gradients exist yet in the forward pass.
             gradients = peak.gradients / (question.shards if steps == 1 else 1) + self.buckets
             phases[phase] = lasting._replace(
                 gradients=0.0 if phase == "forward" and steps == 1 else gradients,
@@ -223,18 +181,15 @@ class Forecast:
                 workspace=max(0.0, rest - self.kept) + batches,
             )
 
-        # The averages of the weights are updated part by part, each with an fp32 copy of the part,
-        # so the copy of the largest part makes the peak.
+        # Averages are updated part by part, so the fp32 copy of the largest part makes the peak.
         parts = [sum(a.numel() for _, a in part) for part in EMA(self.network.model, 1.0).parts]
         phases["optimizer"] = lasting._replace(workspace=self.count_update_bytes())
         phases["ema"] = lasting._replace(workspace=4.0 * max(parts) / question.shards)
 
-        # Before fsdp and hsdp shard the weights, each GPU builds the whole model, so add a phase
-        # `start`.
+        # Before fsdp and hsdp shard the weights, each GPU builds the whole model.
         if question.shards > 1:
-            phases["start"] = Needs(
-                self.count_whole("weights"), 0.0, 0.0, 0.0, latents=question.resident
-            )
+            whole = self.count_whole("weights")
+            phases["start"] = Needs(whole, 0.0, 0.0, 0.0, latents=question.resident)
         if not question.gpu:
             return phases
         return {
@@ -246,9 +201,7 @@ class Forecast:
         """Returns the temporary bytes of an update on one GPU. If the optimizer updates the
         parameters part by part, these are the bytes for its largest part."""
         part = count_largest_part(make_parameter_groups(self.network, self.question.cfg.optim))
-        sizes = [
-            technique.planning.count_part_bytes(technique, part) for technique in self.techniques
-        ]
+        sizes = [t.planning.count_part_bytes(t, part) for t in self.techniques]
         part_sizes = [size for size in sizes if size is not None]
         if not part_sizes:
             return self.count_whole("temporary") / self.question.shards
@@ -265,11 +218,9 @@ class Forecast:
         ]
         peaks: dict[str, Peak] = {}
         for place in (place for place in places[0] if place in places[-1]):
-            phase = place[0]
-            live = self.extrapolate([roles[place].live for roles in places])
-            gradients = self.extrapolate([roles[place].gradients for roles in places])
-            if phase not in peaks or live > peaks[phase].live:
-                peaks[phase] = Peak(live, gradients)
+            found = zip(*(roles[place] for roles in places), strict=True)
+            peak = Peak(*map(self.extrapolate, found))
+            peaks[place[0]] = max(peak, peaks.get(place[0], peak))
         return peaks
 
 
@@ -284,13 +235,6 @@ def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Pla
         if block is not None and block >= depth - period:
             roles[phase, block - depth] = peak
     return roles
-
-
-def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
-    """Makes the `Question` of a forecast for a run on devices with `memory` bytes each. If the
-    latents fit that memory, the forecast includes their bytes."""
-    spec, resident = foresee_latents(cfg, memory)
-    return Question(cfg, spec, gpus, resident, gpu)
 
 
 def forecast(question: Question) -> Forecast:
@@ -344,9 +288,8 @@ def count_run(question: Question) -> Forecast:
             COUNT_CACHE[key] = count(cfg, spec, question.gpu)
         return COUNT_CACHE[key]
 
-    # Count at most two micro-batches, because later micro-batches repeat the second. Count passes
-    # with SGD: the bytes of passes do not depend on the optimizer, so forecasts with different
-    # optimizers share these counts.
+    # Count at most two micro-batches, because later ones repeat the second. Count passes with SGD:
+    # their bytes do not depend on the optimizer, so forecasts with different ones share the counts.
     pass_cfg = replace(cfg, optim={"_target_": "torch.optim.SGD"})
     few_steps = min(2, cfg.accumulation_steps)
     passes = [

@@ -39,7 +39,8 @@ from scripts.plan.changes import (
     list_savings,
     merge_values,
 )
-from scripts.plan.memory import ALLOCATOR_SLACK, CONTEXT_BYTES, Forecast, forecast, make_question
+from scripts.plan.memory import ALLOCATOR_SLACK, CONTEXT_BYTES, Forecast, forecast
+from scripts.plan.question import make_question
 from training.preflight.tune import STEPS_KEY, tune_config
 from training.weights.first_weights import compose_pretrained
 

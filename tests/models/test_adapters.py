@@ -16,7 +16,8 @@ from models.adapters import (
     find_trained_parameters,
     merge_adapter,
 )
-from scripts.plan.memory import Question, forecast
+from scripts.plan.memory import forecast
+from scripts.plan.question import Question
 from tests.harness.adapters import FAMILIES, assemble_on, save_base
 from tests.harness.denoisers import make_denoiser, make_inputs
 from tests.harness.steps import read_ledger

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from accel.composite_optimizer import collect_state
 from accel.techniques.compilation import PARTITION_BACKEND, Compile
 from common.config.compose import compose
-from scripts.plan.memory import Question, forecast
+from scripts.plan.memory import forecast
+from scripts.plan.question import Question
 from tests.harness.words import CPU, slow
 from training.assemble import assemble
 from training.preflight.memory import count_lasting_bytes, make_blank_batch

@@ -13,7 +13,7 @@ from common.config.compose import compose
 from common.environment import CARDS
 from scripts.plan import memory
 from scripts.plan.changes import count_savings, list_savings
-from scripts.plan.memory import Question
+from scripts.plan.question import Question
 from scripts.plan.report import PlanConfig, forecast_run
 from tests.harness.plans import PLANNED_RUN, forecast_words, pretend_processes
 from training.weights.pretrained import build_on_meta

@@ -12,7 +12,8 @@ from common.config.compose import compose
 from common.distributed.ranks import SINGLE
 from scripts.plan import tune as tuner
 from scripts.plan.__main__ import main
-from scripts.plan.memory import Question, forecast
+from scripts.plan.memory import forecast
+from scripts.plan.question import Question
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_RUN, TINY_SYNTHETIC
 from train import train

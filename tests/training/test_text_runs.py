@@ -10,7 +10,8 @@ import torch
 from common.config.compose import compose
 from data.manifest import read_manifest
 from sampling.load import load_run
-from scripts.plan.memory import forecast, make_question
+from scripts.plan.memory import forecast
+from scripts.plan.question import make_question
 from tests.harness.batches import select
 from tests.harness.captions import DIGITS, save_bert, save_digits
 from tests.harness.refusals import expect_refusal

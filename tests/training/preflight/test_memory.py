@@ -13,7 +13,8 @@ from common.config.compose import compose
 from common.files import ROOT
 from common.memory import Room
 from precompute_latents import precompute
-from scripts.plan.memory import Question, forecast
+from scripts.plan.memory import forecast
+from scripts.plan.question import Question
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.captions import plan_captions
 from tests.harness.outcomes import are_equal
