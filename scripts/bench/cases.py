@@ -66,22 +66,23 @@ def plan_rows(command: Command, cfg: Any, words: Words, rows: Any) -> Iterator[C
             texts = {"name": title, "over": over} | ({"adds": row} if isinstance(row, str) else row)
             if texts["over"] != over:
                 continue
+
+            # Put the values into the texts.
             texts = {
                 key: text.format(title=title, **values) if isinstance(text, str) else text
                 for key, text in texts.items()
             }
             base, adds, own, more = (texts.get(key, "").split() for key in FIELDS[2:6])
-            start = measure.replace_family(words, texts["family"]) if "family" in texts else words
+            needs = texts["needs"].split() if "needs" in texts else [*adds, *more]
+            labels = {key: text for key, text in texts.items() if key not in FIELDS}
+
+            # Join the words of the row to those of the command.
+            start = words
+            if "family" in texts:
+                start = [re.sub(r"^model=\w+_", f"model={texts['family']}_", w) for w in words]
             rungs += more
             overrides = [*start, *(own or rungs)] if own or more else [*start, *base, *adds]
-            yield Case(
-                texts["name"],
-                command.measure,
-                overrides,
-                [*start, *base],
-                texts["needs"].split() if "needs" in texts else [*adds, *more],
-                {key: text for key, text in texts.items() if key not in FIELDS},
-            )
+            yield Case(texts["name"], command.measure, overrides, [*start, *base], needs, labels)
 
 
 def plan_mixers(command: Command, cfg: MixersConfig, words: Words, rows: Any) -> Iterator[Case]:

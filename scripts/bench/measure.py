@@ -81,6 +81,7 @@ def measure_case(case: Case, cfg: BenchConfig) -> Figures:
         for word in case.needs:
             if word in refusals:
                 return {"reason": refusals[word]}
+
         figures = case.measure(case, cfg)
         synchronise(device)
         return figures | ({"emulated": emulated} if emulated else {})
@@ -256,12 +257,6 @@ def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
         if "product" in name
     }
     return findings | rates | times | {"text": doctor.format_findings(findings)}
-
-
-def replace_family(words: Words, family: str) -> Words:
-    """Replaces the model family in the override model=<family>_<size> among `words`; the size
-    stays."""
-    return [re.sub(r"^model=\w+_", f"model={family}_", word) for word in words]
 
 
 def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
