@@ -53,7 +53,6 @@ class Page:
         self.cuda = self.newest["device"] == "cuda"
         self.card = name_card(self.newest)
         self.file = f"{self.card}/{name}.json"
-        self.title = name.replace("_", " ")
         self.link = f"{self.card}.md#{name.replace('_', '-')}"
         self.command = self.newest["command"].split()[3]
         self.shown = add_remarks(self.command, self.entries)

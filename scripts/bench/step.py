@@ -188,15 +188,6 @@ def time_phases(workload: Workload, steps: int) -> dict[str, float]:
     return {phase: phase_ms[phase] / steps for phase in PHASES if phase in phase_ms}
 
 
-def profile_step(workload: Workload) -> torch.profiler.profile:
-    """Profiles one training step with PyTorch's profiler."""
-    workload.prepare()
-    with torch.profiler.profile(acc_events=True) as profiler:
-        workload.run(1)
-        synchronise(workload.device)
-    return profiler
-
-
 def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
     """Measures a whole training step, and its phases."""
     workload = Workload(case.overrides)
@@ -210,7 +201,10 @@ def write_profile(case: Case, cfg: BenchConfig) -> Figures:
     """Lists the 20 ops that take most of a step, and writes the profiler's trace, which
     https://ui.perfetto.dev shows."""
     workload = Workload(case.overrides)
-    profiler = profile_step(workload)
+    workload.prepare()
+    with torch.profiler.profile(acc_events=True) as profiler:
+        workload.run(1)
+        synchronise(workload.device)
     cuda = workload.device.type == "cuda"
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
     text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=50)

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from common.config.compose import read_config
 from common.config.schema import Positive, refuse_values
 from common.environment import Card, find_card
 from common.errors import UserError
@@ -27,21 +29,7 @@ from scripts.plan.memory import Forecast, forecast
 from scripts.plan.question import make_question
 from training.weights.first_weights import compose_pretrained
 
-SHARDED_WORDS = "runtime=lowmem runtime.parallel.mode=fsdp"
-WAYS = (
-    "runtime=eager",
-    "runtime=fast",
-    "runtime=lowmem runtime.checkpoint_policy=selective",
-    "runtime=lowmem",
-    "runtime=lowmem optim=adamw_8bit",
-    "runtime=lowmem optim=adamw_8bit runtime.weights=bf16",
-    "runtime=lowmem runtime.offload_optimizer=true",
-    "runtime=lowmem runtime.offload_optimizer=true runtime.offload_activations=true",
-    "runtime=fast runtime.parallel.mode=fsdp",
-    SHARDED_WORDS,
-    f"{SHARDED_WORDS} runtime.offload_activations=true",
-    f"{SHARDED_WORDS} runtime.offload_activations=true runtime.parallel.cpu_offload=true",
-)
+WAYS: list[str] = read_config(Path(__file__).with_name("ways.yaml"))["ways"]
 HEADS = ("largest", "parameters", "×", "GPUs", "GiB a GPU", "GiB of state on the host", "way")
 MAX_DEPTH = 4096
 """Largest number of blocks that the search tries."""
@@ -57,7 +45,7 @@ class LargestConfig:
     hardware: str = "h100"
     gpus: Positive = 8
     """Number of GPUs in the ways that shard the model; all other ways have one GPU."""
-    ways: list[str] = field(default_factory=lambda: list(WAYS))
+    ways: list[str] = field(default_factory=lambda: WAYS)
 
 
 def forecast_largest(cfg: LargestConfig, words: list[str], way: str, card: Card) -> Forecast:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.kernels.registry import OPERATORS, Operator, register
+from common.errors import UserError
 
 CALLS = []
 
@@ -36,6 +37,8 @@ def kernel(x):
         os.kill(os.getpid(), signal.SIGSEGV)
     if fault == "hang":
         time.sleep(3600)
+    if fault == "unfit":
+        raise UserError("planted")
     return y
 
 
@@ -79,7 +82,7 @@ class PlantedBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(16, 16)
-        self.fused_scan = False
+        self.fused_scan = self.fused_conv = False
         self.residual_in_fp32 = True
 
     def forward(self, branch, gate, residual, cond):

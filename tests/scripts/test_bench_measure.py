@@ -2,7 +2,7 @@
 
 import gc
 import json
-import string
+import re
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from common.config.compose import compose
 from scripts.bench import TABLES, data, kernels, measure
 from scripts.bench.cases import SETTINGS, Case, plan_job
 from scripts.bench.measure import measure_case
-from scripts.bench.publish import format_entries
+from scripts.bench.rows import format_entries
 
 TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
 QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu", "model.depth=1"]
@@ -37,7 +37,7 @@ def measure_tiny(command, tmp_path, *words):
     assert not [entry for entry in entries if "error" in entry]
     keys = {key for entry in entries for key in entry} | {"times_before"}
     for form in TABLES["columns"].get(command, {}).values():
-        assert {key for _, key, _, _ in string.Formatter().parse(form) if key} <= keys
+        assert {*re.findall(r"{(\w+)", form)} <= keys
     return {entry["name"]: entry for entry in entries}
 
 

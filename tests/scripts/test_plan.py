@@ -64,8 +64,9 @@ def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
     monkeypatch.setitem(CARDS, "a10", card)
     words = [word for word in PLANNED_RUN if word != "runtime=eager"]
     fsdp = "runtime=eager runtime.parallel.mode=fsdp"
-    ways = f"ways=[runtime=eager,{fsdp},runtime=eager optim=nothing]"
-    main(["largest", *words, "hardware=a10", "gpus=2", ways])
+    hybrid = "runtime=eager model=hybrid_xs model.depth=6 model.internal_block=3"
+    ways = f"runtime=eager,{fsdp},runtime=eager optim=nothing,{hybrid},{hybrid} batch_size=960"
+    main(["largest", *words, "hardware=a10", "gpus=2", f"ways=[{ways}]"])
 
     # lines 1 and 2 are the ways that are available, each with its largest depth
     lines = capsys.readouterr().out.splitlines()
@@ -79,6 +80,9 @@ def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
         assert inside.needs.total <= card.memory < beyond.needs.total
     assert sizes[0] < sizes[1]
     assert "optim=nothing: there is no such file in conf/optim" in lines[3]
+    # A hybrid has at least the blocks that its keys name.
+    assert lines[4].startswith("depth=")
+    assert lines[5].endswith("3 blocks do not fit.")
 
 
 @pytest.mark.parametrize("start", [2, 12, 4096])

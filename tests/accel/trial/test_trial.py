@@ -9,6 +9,7 @@ import torch
 from accel.trial import kernels
 from accel.trial.kernels import Contest
 from accel.trial.parity import ComparingMode
+from accel.trial.uses import record_uses
 from common import workers
 from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.planted_models import PlantedModel
@@ -84,6 +85,15 @@ def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
     assert "SIGABRT in its parity test" in jobs[1]["b"]["refusal"]
     assert found["a"] == GOOD
     assert found["c"]["refusal"].endswith("SIGABRT in its start")
+
+
+def test_a_kernel_that_refuses_shapes_is_off_when_the_next_is_tried(monkeypatch):
+    monkeypatch.setenv("PLANT", "unfit")
+    model = PlantedModel()
+    contest = Contest(make_stack(), {}, record_uses(model, model), 8)
+    found = contest.run_trials(["fused_scan", "fused_conv"], [], {})
+    refusals = [found[key]["refusal"] for key in ("fused_scan", "fused_conv")]
+    assert refusals == ["planted", "no operator of ours ran in a block"]
 
 
 def test_a_model_that_cannot_be_sent_is_a_reason():
