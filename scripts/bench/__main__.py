@@ -15,7 +15,7 @@ OTHERS = {
     "gpu": "queue.run_queue",
     "publish": "publish.publish",
     "floor": "floor.print_floors",
-    "carry": "queue.print_carried",
+    "carry": "host.print_carried",
 }
 """Name of a command without cases of its own -> the function that runs it, in this package."""
 

@@ -211,16 +211,15 @@ def plan_job(name: str, words: Words, help_text: str = "") -> Job:
 @cache
 def read_code() -> str:
     """Returns the code and the configuration on which a result depends, without the lines that are
-    comments."""
-    folders = [ROOT / name for name in TABLES["packages"]]
-    files = [
-        file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in CODE
-    ]
-    return re.sub(r"(?m)^ *#.*\n", "", "\n".join(file.read_text() for file in files))
+    comments, and without what `scripts.plan tune` wrote."""
+    files = [file for pattern in TABLES["code"] for file in sorted(ROOT.glob(pattern))]
+    text = "\n".join(file.read_text() for file in files if file.name != "tuned.yaml")
+    return re.sub(r"(?m)^ *#.*\n", "", text)
 
 
 def hash_code(words: Words) -> str:
     """Returns a hash, in 16 hexadecimal digits, of the code that a case with the overrides `words`
-    runs; for a case of tests also of their files."""
-    tests = [(ROOT / word).read_text() for word in words if word.endswith(".py")]
-    return hashlib.sha256("\n".join([read_code(), *tests]).encode()).hexdigest()[:16]
+    runs; for a case of tests also of their files, if they are there."""
+    tests = [ROOT / word for word in words if word.endswith(".py")]
+    texts = [read_code(), *(file.read_text() for file in tests if file.is_file())]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]

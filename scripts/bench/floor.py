@@ -171,18 +171,20 @@ def count_block(cfg: TrainConfig) -> BlockTraffic:
     return BlockTraffic(model, large[0] - small[0], moves)
 
 
-def find_floor(traffic: BlockTraffic, batch_size: int, card: str) -> Figures:
+def find_floor(cfg: TrainConfig, card: str) -> tuple[Figures, BlockTraffic]:
     """Finds the floor of a run's training step on a card. Returns its size (`parameters_m` in
-    millions, `tflop`), and the milliseconds that it takes at best: `floor_ms`, the sum of those of
+    millions, `tflop`) with the milliseconds that it takes at best (`floor_ms`: the sum of those of
     matrix products, of the blocks' other ops (`traffic_ms`), and of what does not depend on the
-    batch (`fixed_ms`: casts, optimizer and average). UserError if the card has no measured
-    rates."""
+    batch (`fixed_ms`: casts, optimizer and average)); and the bytes of its block. UserError if the
+    card has no measured rates."""
     if card not in RATES:
         raise UserError(
             f"card={card}: its rates are not measured; choose one of {', '.join(RATES)}."
         )
     copied, computed = RATES[card]
+    traffic = count_block(cfg)
     model = traffic.model
+    batch_size = cfg.batch_size
 
     # Count the step. In the backward pass each product has two.
     parameters = sum(p.numel() for p in model.parameters())
@@ -195,19 +197,19 @@ def find_floor(traffic: BlockTraffic, batch_size: int, card: str) -> Figures:
         "fixed_ms": PARAMETER_BYTES * parameters / copied / 1e6,
     }
     floor_ms = sum(ms.values())
-    return ms | {
+    figures = {
         "floor_ms": floor_ms,
         "parameters_m": parameters / 1e6,
         "tflop": flops / 1e12,
         "images_per_s": 1e3 * batch_size / floor_ms,
         "mfu": 1e3 * flops / floor_ms / CARDS[card].flops_16bit,
     }
+    return ms | figures, traffic
 
 
 def describe_floor(words: Words, card: str, step_ms: float) -> str:
     """Compares a measured step of a run with its floor, as a phrase."""
-    cfg = compose(words).cfg
-    floor_ms = find_floor(count_block(cfg), cfg.batch_size, card)["floor_ms"]
+    floor_ms = find_floor(compose(words).cfg, card)[0]["floor_ms"]
     return f"{step_ms:.1f} ms are {step_ms / floor_ms:.2f} × the floor of {floor_ms:.1f} ms"
 
 
@@ -231,8 +233,8 @@ def print_floors(words: Words) -> None:
         floors = []
         for name in group.split():
             cfg = compose([*SETTING, *overrides, f"model={name}"]).cfg
-            traffic = count_block(cfg)
-            floors.append({"name": name} | find_floor(traffic, cfg.batch_size, keys.card))
+            floor, traffic = find_floor(cfg, keys.card)
+            floors.append({"name": name} | floor)
             floors[-1]["times_first"] = floors[-1]["floor_ms"] / floors[0]["floor_ms"]
             if keys.model:
                 print(format_block(traffic))

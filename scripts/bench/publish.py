@@ -117,7 +117,7 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
         run = record["environment"]
         # A machine without git stores no commit with its results. If this checkout has the same
         # code (the hashes are equal), use its commit.
-        if not run["git"] and run["code"] == hash_code(run["words"].split()):
+        if not run["git"] and run["code"] == hash_code(shlex.split(run["words"])):
             run["git"] = read_git_state()
         entry = record["entry"]
         card = name_card(run)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import scripts.bench
-from common.config.compose import parse_words, read_config
+from common.config.compose import parse_words
 from common.errors import UserError
-from scripts.bench import FOLDER, TABLES, Words
+from scripts.bench import TABLES, Words
 from scripts.bench.cases import Job, plan_job
 from scripts.bench.publish import DOCS, read_pages
 from scripts.bench.rows import format_entries, identify
@@ -91,8 +91,3 @@ def run_queue(words: Words) -> None:
                 table, *_ = format_entries(job.command.split()[3], runner.list_entries(job))
                 print(f"\n{job.cfg.name}\n{table}")
     print(f"about {sum(seconds) / 60:.0f} minutes remain" if left else "nothing remains")
-
-
-def print_carried(words: Words) -> None:
-    """Prints the packages that a GPU host without a network lacks."""
-    print(*read_config(FOLDER / "host.yaml")["carried"], sep="\n")

@@ -17,7 +17,7 @@ import signal
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -40,7 +40,7 @@ from scripts.bench.measure import device_of, measure_case
 from scripts.bench.rows import identify
 
 START_SECONDS = 300.0
-"""Seconds that the parent process waits until a child process is ready to measure."""
+"""Seconds that the parent waits until a child is ready to measure."""
 MAX_SECONDS = 1e6
 """Largest time limit of a case in seconds; the operating system refuses an infinite one."""
 SPAWN = get_context("spawn")
@@ -61,7 +61,6 @@ def pack_results(folder: Path, archive: Path) -> None:
 
 def prepare_child(words: Words, folder: Path, parent: int) -> Figures:
     """Prepares this process, a child, for measuring cases, and describes the machine."""
-    os.setsid()
     # Reset the start method, which is "spawn" in this process, so that the workers of a measured
     # loader start by the same method as in train.py.
     set_start_method(None, force=True)
@@ -74,54 +73,63 @@ def prepare_child(words: Words, folder: Path, parent: int) -> Figures:
     for name in ("TORCHINDUCTOR", "TRITON"):
         os.environ.setdefault(f"{name}_CACHE_DIR", str(folder / "caches" / name.lower()))
 
-    # Run an operation on the device, so that a GPU that no longer works fails here, before the
-    # child is ready, and not in a case.
+    # Run an operation on the device, so that a GPU that no longer works fails here, not in a case.
     device = device_of(words)
     torch.zeros(1, device=device).item()
-    # Raise the number of times that PyTorch may compile the same code, because this one process
-    # compiles it for many models.
+    # PyTorch may compile the same code more often, because this one process has many models.
     torch._dynamo.config.recompile_limit = 64
     return describe_environment(device) | {"device": device.type}
 
 
 class Child:
-    """A child process that measures cases: an executor with one process. The constructor starts
-    the process; UserError if the process does not become ready."""
+    """A child process that measures cases: an executor with one process. UserError if the process
+    does not become ready."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.folder = folder
         (folder / "tmp").mkdir(exist_ok=True)
         self.executor = ProcessPoolExecutor(1, SPAWN)
         others = active_children()
-        ready = self.executor.submit(prepare_child, words, folder, os.getpid())
+        # The first task starts the process, as the leader of its own process group.
+        self.executor.submit(os.setsid)
         (self.process,) = {*active_children()} - {*others}
-        try:
-            self.machine = ready.result(START_SECONDS)
-        except Exception as error:
+        self.machine, refusal = self.ask(START_SECONDS, prepare_child, words, folder, os.getpid())
+        if refusal:
             self.end()
             raise UserError(
-                f"no process can measure here: {shorten_error(error)}. Finished results are kept; "
-                f"see {folder / 'log.txt'}, then run the same command again."
-            ) from error
+                f"no process can measure here: {refusal}. Finished results are kept; see "
+                f"{folder / 'log.txt'}, then run the same command again."
+            )
+
+    def ask(self, limit: float, function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+        """Lets the child call a function. Returns its result and ""; or None and why there is no
+        result: it takes longer than `limit` seconds, raises an error, or ends the child."""
+        future = self.executor.submit(function, *arguments)
+        try:
+            error = future.exception(min(limit, MAX_SECONDS))
+        except TimeoutError:
+            return None, f"not done after {limit:.0f} s"
+        if error is None:
+            return future.result(), ""
+        if not isinstance(error, BrokenExecutor):
+            with (self.folder / "log.txt").open("a") as log:
+                print(error.__cause__, file=log)  # the child's traceback
+            return None, f"{type(error).__name__}: {shorten_error(error)}"
+
+        self.end()
+        code = self.process.exitcode or 0
+        if code < 0:
+            return None, f"the process was ended by {signal.Signals(-code).name}"
+        return None, f"the process ended with status {code}"
 
     def measure(self, case: Case, cfg: Any, limit: float) -> Figures:
-        """Lets the child measure a case and returns the figures; returns only an `error` if the
-        measurement takes longer than `limit` seconds or ends the child."""
-        try:
-            return self.executor.submit(measure_case, case, cfg).result(min(limit, MAX_SECONDS))
-        except TimeoutError:
-            return {"error": f"not done after {limit:.0f} s"}
-        except BrokenExecutor:
-            self.executor.shutdown()
-            code = self.process.exitcode or 0
-            if code < 0:
-                return {"error": f"the process was ended by {signal.Signals(-code).name}"}
-            return {"error": f"the process ended with status {code}"}
+        """Lets the child measure a case and returns the figures, or only an `error`."""
+        figures, error = self.ask(limit, measure_case, case, cfg)
+        return figures or {"error": error}
 
     def end(self) -> None:
         """Kills the child process and all its own children, and removes their temporary files."""
-        # Kill the child's process group, then also the child itself, because a child that has just
-        # started may not lead a process group yet.
+        # Kill also the child itself, which may not lead a process group yet.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.process.pid or 0, signal.SIGKILL)

@@ -76,6 +76,9 @@ def find_cost(case: Case, cfg: SpeedrunConfig) -> Figures:
     return {
         # A row of the leaderboard is not judged by the speed of its steps.
         **{name: value for name, value in figures.items() if not name.startswith("speed")},
+        # Name only techniques that the case lost and its baseline did not: after a loss the next
+        # case starts a new process, which has no finished runs of the baseline.
+        "not_on": sorted({*figures["not_on"]} - {*figures["baseline_not_on"]}),
         "cost": 1.0 / figures["speed"],
         "cost_q1": 1.0 / figures["speed_q3"],
         "cost_q3": 1.0 / figures["speed_q1"],

@@ -69,7 +69,7 @@ def forecast_largest(cfg: LargestConfig, words: list[str], way: str, card: Card)
         MAX_DEPTH,
     )
     if depth < max(named):
-        raise UserError(f"{max(named)} blocks do not fit.")
+        raise UserError(f"model.depth={max(named)} does not fit.")
     return forecast_depth(depth)
 
 

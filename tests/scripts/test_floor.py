@@ -6,16 +6,14 @@ import torch
 from accel.kernels.attention.qk_rope import fused_qk_rope
 from common.config.compose import compose
 from scripts.bench.__main__ import main as bench
-from scripts.bench.floor import SETTING, Traffic, count_block, find_floor
+from scripts.bench.floor import SETTING, Traffic, find_floor
 
 
 def test_floors_of_size_b():
     """dit_b moves 116 kB a token and block besides its products, 78 bytes a parameter, and computes
     33 TFLOP in products: 30 + 3 + 42 ms."""
     ms = [
-        find_floor(count_block(compose([*SETTING, f"model={family}_b"]).cfg), 256, "h100")[
-            "floor_ms"
-        ]
+        find_floor(compose([*SETTING, f"model={family}_b"]).cfg, "h100")[0]["floor_ms"]
         for family in ("ssd_mlp", "dit", "mamba")
     ]
     assert ms == sorted(ms)

@@ -82,7 +82,7 @@ def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
     assert "optim=nothing: there is no such file in conf/optim" in lines[3]
     # A hybrid has at least the blocks that its keys name.
     assert lines[4].startswith("depth=")
-    assert lines[5].endswith("3 blocks do not fit.")
+    assert lines[5].endswith("model.depth=3 does not fit.")
 
 
 @pytest.mark.parametrize("start", [2, 12, 4096])

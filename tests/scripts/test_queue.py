@@ -115,7 +115,7 @@ def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
         raise RuntimeError("CUDA error: the device is lost")
 
     monkeypatch.setattr(runner, "describe_environment", lose)
-    message = r"no process can measure here: CUDA error: the device is lost.*log\.txt"
+    message = r"no process can measure here: RuntimeError: CUDA error: the device is lost.*log\.txt"
     with pytest.raises(ValueError, match=message):
         run_all(planted.plan_job(value), tmp_path)
 
