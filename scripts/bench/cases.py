@@ -40,8 +40,6 @@ ROWS = TABLES["cases"]
 """Name of a command -> its rows: title of a case -> its words, or its fields."""
 FIELDS = ("name", "over", "base", "adds", "own", "more", "needs", "family")
 """Fields of a row that the comment of cases.yaml explains; the others are facts of the result."""
-CODE = (".py", ".yaml")
-"""Endings of files that belong to the code."""
 ATTENTION_FAMILY = "dit"
 """Model family with attention. The command `python -m scripts.bench mixers` compares every other
 family with it."""
