@@ -162,9 +162,7 @@ def compare(
             loop = build_loop([word for word in case.overrides if word not in refused])
         loss = loop.measure_loss(cfg.loss_steps)
 
-    loops = {"base": base, "case": loop}
-    if loop is base:
-        del loops["case"]
+    loops = {"base": base} if loop is base else {"base": base, "case": loop}
     if base_ms:
         del loops["base"]
     times = {"base": base_ms} | (time_steps(loops, cfg.steps, cfg.repeats, clock) if loops else {})

@@ -82,9 +82,9 @@ def read_pages(docs: Path) -> list[Page]:
 def list_cases(command: str) -> list[str]:
     """Lists the names of the cases of a command line that measured a result, as the present code
     plans it; empty if the code no longer knows that command line."""
-    words = command.split()[3:]
+    name, *words = command.split()[3:]
     with suppress(UserError):
-        return [case.name for case in plan_job(words[0], words[1:]).cases]
+        return [case.name for case in plan_job(name, words).cases]
     return []
 
 

@@ -125,7 +125,7 @@ class Child:
     def measure(self, case: Case, cfg: Any, limit: float) -> Figures:
         """Lets the child measure a case and returns the figures, or only an `error`."""
         figures, error = self.ask(limit, measure_case, case, cfg)
-        return figures or {"error": error}
+        return {"error": error} if error else figures
 
     def end(self) -> None:
         """Kills the child process and all its own children, and removes their temporary files."""

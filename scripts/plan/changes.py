@@ -54,9 +54,9 @@ def list_savings(question: Question, exact: bool = False) -> list[Saving]:
             savings += kind.planning.savings
     times = 2
     while question.samples % times == 0:
-        rank = SMALLER_ORDER if question.samples // times >= FEW_SAMPLES else MUCH_SMALLER_ORDER
+        first = SMALLER_ORDER if question.samples // times >= FEW_SAMPLES else MUCH_SMALLER_ORDER
         steps = times * question.cfg.accumulation_steps
-        savings.append(Saving({STEPS_KEY: steps}, "smaller products", rank + times.bit_length()))
+        savings.append(Saving({STEPS_KEY: steps}, "smaller products", first + times.bit_length()))
         times *= 2
 
     # Merge savings with the same `rank` into one, because the search tries their changes together.

@@ -1,4 +1,4 @@
-"""What a plan is asked: a run, and the GPUs that share its batches."""
+"""Describes to a plan the run to forecast, and the GPUs that share its batches."""
 
 from __future__ import annotations
 
