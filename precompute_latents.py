@@ -1,16 +1,17 @@
 """Encodes images into shards of latents with a manifest, once per data set.
 
-If the command was stopped, run it again: it continues the job.
-
-python precompute_latents.py source=photos out=latents/photos encoder=sd dry_run=true
-python precompute_latents.py source=photos out=latents/photos encoder=sd
-torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/photos encoder=sd
-python precompute_latents.py source=photos out=latents/photos encoder=local \\
-    encoder.path=models/my-vae
+    python precompute_latents.py source=photos out=latents/photos encoder=sd dry_run=true
+    python precompute_latents.py source=photos out=latents/photos encoder=sd
+    torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/photos encoder=sd
+    python precompute_latents.py source=photos out=latents/photos encoder=local \\
+        encoder.path=models/my-vae
 
 On several machines, one command each for part=0/3, 1/3 and 2/3, and finish=true at the end:
-python precompute_latents.py source=photos out=latents/photos encoder=sd part=0/3
-python precompute_latents.py out=latents/photos finish=true
+
+    python precompute_latents.py source=photos out=latents/photos encoder=sd part=0/3
+    python precompute_latents.py out=latents/photos finish=true
+
+If the command was stopped, run it again: it continues the job.
 """
 
 import common.require_python  # isort: skip  # noqa: F401  # refuses a Python that is too old
@@ -109,7 +110,7 @@ def precompute(composed: Composed) -> Path:
     first = read_first_images(images, cfg, device)
     batch = first[: cfg.batch_size]
     ledger = stack.warm_up(lambda: step(batch))
-    ranks.say(f"\nledger ({device})\n{ledger.format_table()}\n")
+    ranks.say(f"\nledger ({device})\n{ledger.format_table(cfg.ledger)}\n")
 
     # 3. Check that encoding and decoding the first images reaches `min_psnr`.
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
@@ -152,4 +153,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_app(main, "precompute_latents")
+    run_app(main, "precompute_latents", __doc__)

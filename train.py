@@ -1,9 +1,11 @@
-"""Trains a latent generative model. The function `train` shows the stages of a run in their order.
+"""Trains a latent generative model, and shows which accelerations were really on.
 
-python train.py                              trains on digits, for about a minute on a laptop
-python train.py experiment=fastrun ...       trains for minutes, to test the set-up and its speed
-python train.py experiment=fullrun run_dir=runs/mine ...   trains to the end; if the run was
-stopped, the same command resumes it
+python train.py                                         on digits, about a minute on a laptop
+python train.py runtime=fast model=dit_s data=resident data.path=latents/photos
+python train.py experiment=fastrun ...                  minutes: does all work, how fast is it?
+python train.py experiment=fullrun run_dir=runs/mine    the real run; the same command resumes
+python train.py runtime.compile=true optim.lr=1e-4 ...  any key, also those of a chosen file
+python train.py ... --cfg job --resolve                 prints the configuration as composed
 """
 
 from common.require_python import PROCESS_START  # isort: skip
@@ -26,9 +28,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
-    """Trains with the composed configuration; returns the run's summary, metric name -> value,
-    which is also written to `run_dir/summary.json`. The time of the run counts from the moment at
-    which time.perf_counter() returned `began`, or from this call on if that is None.
+    """Trains with the composed configuration, in six stages. Returns the run's summary, metric name
+    -> value, which is also written to `run_dir/summary.json`. The time of the run counts from the
+    moment at which time.perf_counter() returned `began`, or from this call on if that is None.
 
     With several processes the process group lasts until the process ends: a script of your own
     calls `train` inside `with exit_cleanly():` (common/distributed/exit.py).
@@ -165,4 +167,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    run_app(main)
+    run_app(main, "train", __doc__)

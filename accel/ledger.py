@@ -6,6 +6,8 @@ from __future__ import annotations
 import textwrap
 from dataclasses import asdict, dataclass
 
+from common.text import format_table
+
 UNUSED = "unused"
 """Active value of a technique if the step contained nothing to which it applies."""
 UNSEEN = "unseen"
@@ -14,6 +16,10 @@ kernels at all: it is then unknown whether the technique was on."""
 AUTO = "auto"
 """A requested value that leaves the choice to the technique, so every active value fulfils it."""
 COLUMNS = ("technique", "requested", "active", "evidence")
+NO_GPU = "this run is on cpu"
+"""Words in the evidence of each technique that needs a GPU, on a machine without one."""
+WIDTH = 118
+"""Characters in a line of the table."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,16 @@ class LedgerRow:
             UNSEEN,
         )
 
+    @property
+    def speaks(self) -> bool:
+        """Whether the technique is on, or was requested and is not."""
+        return self.missing or self.active not in (False, UNUSED, "none")
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether the technique is off because this machine has no GPU."""
+        return NO_GPU in self.evidence
+
 
 def format_value(value: bool | str) -> str:
     """Formats a value for people: "on" and "off" instead of True and False."""
@@ -58,33 +74,36 @@ class Ledger(list[LedgerRow]):
         return str(next(row.active for row in self if row.key == "precision"))
 
     def format_line(self) -> str:
-        """Formats the active values as `key=value`, in one line. The line starts with
-        "Acceleration:", so that a search finds it in a log."""
+        """Formats the active values as `key=value`, in one line, without techniques that are
+        neither on nor requested. The line starts with "Acceleration:", so that a search finds it
+        in a log."""
         values = {row.key: str(row.active).lower().replace(" ", ",") for row in self}
         dtype = values.pop("precision", "fp32")
         first = {key: values.pop(key) for key in ("compile", "fused_adamw") if key in values}
         first["amp"] = str(dtype not in ("fp32", "false")).lower()
         first["amp_dtype"] = dtype
-        words = [f"{key}={value}" for key, value in (first | values).items()]
+        silent = {row.key for row in self if not row.speaks}
+        others = {key: value for key, value in values.items() if key not in silent}
+        words = [f"{key}={value}" for key, value in (first | others).items()]
         return f"Acceleration: {' '.join(words)}"
 
-    def format_table(self, width: int = 118) -> str:
+    def format_table(self, length: str = "full") -> str:
         """Formats a table for the terminal; a row that is `missing` starts with an exclamation
-        mark."""
-        cells = [COLUMNS] + [
-            (
-                ("! " if r.missing else "  ") + r.key,
-                format_value(r.requested),
-                format_value(r.active),
-                r.evidence,
-            )
-            for r in self
-        ]
-        widths = [max(len(row[i]) for row in cells) for i in range(3)]
-        indent = sum(widths) + 6
-        lines = []
-        for row in cells:
-            head = "  ".join(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True))
-            body = textwrap.wrap(row[3], max(width - indent, 30)) or [""]
-            lines += [f"{head}  {body[0]}"] + [" " * indent + line for line in body[1:]]
-        return "\n".join(line.rstrip() for line in lines)
+        mark. With the length "short", techniques that are off, and those that need a GPU on a
+        machine without one, share one line."""
+        shown = [row for row in self if length == "full" or (row.speaks and not row.needs_gpu)]
+        cells: list[tuple[str, ...]] = [COLUMNS]
+        for row in shown:
+            mark = "! " if row.missing else "  "
+            values = (format_value(row.requested), format_value(row.active))
+            cells.append((mark + row.key, *values, row.evidence))
+        table = format_table(cells, WIDTH)
+
+        rest = [row for row in self if row not in shown]
+        if not rest:
+            return table
+        wanted = [row.key for row in rest if row.needs_gpu and row.requested]
+        off = [row.key for row in rest if row.key not in wanted]
+        line = f"  off: {', '.join(off)}" + f"; without a GPU: {', '.join(wanted)}" * bool(wanted)
+        line += " (ledger=full says why)"
+        return f"{table}\n{textwrap.fill(line, WIDTH, subsequent_indent='  ')}"

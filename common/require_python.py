@@ -1,5 +1,5 @@
 """Ends the process with an error message if fastlatent is not tested with this version of Python,
-and with one line at Ctrl-C, until a run catches that itself.
+and with one line at Ctrl-C, until a command catches that itself.
 
 Each command imports this file before any other file, so this file must parse on any Python from 3.8
 on.
@@ -15,6 +15,7 @@ PROCESS_START = time.perf_counter()
 that a command does."""
 OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 13)
+STOPPED = "stopped; the same command starts again, or continues from what is saved"
 
 
 def refuse_python(version: tuple = sys.version_info, program: str = sys.executable) -> None:
@@ -32,11 +33,13 @@ def refuse_python(version: tuple = sys.version_info, program: str = sys.executab
 
 def stop_at_once(*_: object) -> None:
     """Ends the process at Ctrl-C, without a traceback of what it was importing or compiling."""
-    os.write(2, b"\nstopped; the same command starts again, or continues from what is saved\n")
+    os.write(2, f"\n{STOPPED}\n".encode())
     os._exit(130)
 
 
 refuse_python()
-# Leave notebooks and tests, which import a command, their own handling of Ctrl-C.
-if os.path.basename(sys.argv[0]) in ("train.py", "precompute_latents.py"):
+# Leave notebooks and tests, which import a command, their own handling of Ctrl-C. While `python -m`
+# imports the package of a command, the program's name is "-m".
+IS_COMMAND = os.path.basename(sys.argv[0]) in ("train.py", "precompute_latents.py", "-m")
+if IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, stop_at_once)

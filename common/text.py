@@ -1,9 +1,12 @@
-"""Prepares text from files and command lines for error messages, and values for JSON."""
+"""Prepares text from files and command lines for error messages, values for JSON, and tables for
+the terminal."""
 
 from __future__ import annotations
 
 import json
 import re
+import textwrap
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -48,3 +51,27 @@ def shorten_error(error: BaseException) -> str:
     the message is empty, the name of the error's type."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return MEMORY_ADDRESS.sub("", escape_unprintable(lines[0]))
+
+
+NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
+"""Matches the start of a table cell that holds a number; `format_table` aligns it to the right."""
+
+
+def format_table(rows: Sequence[Sequence[object]], width: int = 0) -> str:
+    """Formats rows as aligned columns; the first row contains the column heads. Columns of numbers
+    are aligned to the right, and None becomes a dash. If `width` is given, the last column is text,
+    and is wrapped so that no line is longer."""
+    cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]
+    columns = []
+    for head, *column in zip(*cells, strict=True):
+        size = max(map(len, (head, *column)))
+        is_text = not columns or (width and len(columns) == len(cells[0]) - 1)
+        numbers = not is_text and all(NUMBER_CELL.match(cell) for cell in column)
+        align = str.rjust if numbers else str.ljust
+        columns.append([align(cell, size) for cell in (head, *column)])
+    lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+    if width:
+        indent = " " * sum(len(column[0]) + 2 for column in columns[:-1])
+        lines = [textwrap.fill(line, width, subsequent_indent=indent) for line in lines]
+    return "\n".join(lines)

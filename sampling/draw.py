@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config.schema import Positive, Solver, refuse_values
+from common.config.schema import Device, LedgerLength, Positive, Solver, refuse_values
 from common.errors import UserError
 from common.files import (
     FolderLock,
@@ -112,9 +112,10 @@ class DrawConfig(ModelConfig):
     classes as often as in the training set; or a list of class numbers and names, such as
     [3,apple], one after the other, again and again; or one class. Quote a name that YAML reads as
     another type, such as a number: ['3']."""
-    prompt: str | None = None
-    """Text of which all samples are drawn, for a model of captions. It is taken as it was typed:
-    neither Hydra nor YAML reads it."""
+    prompt: Any = None
+    """Text of which all samples are drawn, for a model of captions, or a list [a,b] of texts that
+    are drawn one after the other, again and again. A text is taken as it was typed: neither Hydra
+    nor YAML reads it."""
     prompts: str = "held_out"
     """For a model of captions, without `prompt`: a text file with a prompt on each line, drawn one
     after the other, again and again; `held_out`: the captions of the held-out samples, likewise;
@@ -134,7 +135,10 @@ class DrawConfig(ModelConfig):
     runtime: dict[str, Any] = field(default_factory=dict)
     """Values that replace those of the run's own runtime keys, such as runtime.precision=fp32 or
     runtime.compile=false."""
-    device: str = "auto"
+    device: Device = Device.auto
+    """`auto`: the GPU if there is one, otherwise the CPU."""
+    ledger: LedgerLength = LedgerLength.short
+    """Which techniques the printed ledger shows: short, or full, with all of them."""
 
     def check(self) -> None:
         """Raises a UserError if a value of the configuration is invalid."""
@@ -201,7 +205,8 @@ class SampleJob:
             raise UserError(f"prompts={cfg.prompts} does not go with {other}; leave it out.")
 
         # Take the labels and prompts that the user has typed.
-        prompts = [] if cfg.prompt is None else [cfg.prompt]
+        prompts = cfg.prompt if isinstance(cfg.prompt, list) else [cfg.prompt]
+        prompts = [str(text) for text in prompts if text is not None]
         if cfg.prompt is None and cfg.prompts not in ("held_out", "train"):
             prompts = read_prompts(cfg.prompts)
         if listed or prompts:
@@ -247,7 +252,7 @@ class SampleJob:
         cfg = self.cfg
         self.ranks.say(
             f"{cfg.count} samples from {self.trained.file}\n\n"
-            f"ledger ({self.trained.device})\n{self.ledger.format_table()}\n"
+            f"ledger ({self.trained.device})\n{self.ledger.format_table(cfg.ledger)}\n"
         )
         whole_job = {
             **self.describe_protocol(),

@@ -1,24 +1,22 @@
 """Helpers of this folder's commands: they run a command, split the arguments of a command line into
-the command's own keys and overrides of the training configuration, find encoders, format tables,
+the command's own keys and overrides of the training configuration, find encoders, format JSON,
 and replace parts of pages."""
 
 from __future__ import annotations
 
 import json
-import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from common.config.compose import CONF_FOLDER, parse_words, parse_yaml, report_user_errors
+from common.distributed.exit import exit_cleanly
 from common.errors import UserError
+from common.require_python import stop_at_once
 
 Keys = TypeVar("Keys")
-NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
-"""Matches the start of a table cell that holds a number; `format_table` aligns it to the right."""
-
 ENCODER_CLASSES = {
     "encoder": "models.autoencoders.DiffusersAutoencoder",
     "text_encoder": "models.text_encoders.HubTextEncoder",
@@ -27,21 +25,32 @@ ENCODER_CLASSES = {
 
 
 def run_command(
-    run: Callable[[Keys], object],
-    schema: type[Keys],
+    run: Callable[..., object],
+    schema: type,
     help_text: str | None,
-    report_errors: Callable[[], AbstractContextManager[None]] = report_user_errors,
+    *,
+    takes_overrides: bool = False,
 ) -> None:
     """Runs the function `run` of a command with the keys of the command line, an instance of
-    `schema`; `report_errors` turns mistakes of the user into messages."""
-    with report_errors():
-        run(parse_words(schema, sys.argv[1:], help_text or ""))
+    `schema`, and, if it `takes_overrides`, with a list of all other words. Mistakes of the user
+    (exit code 1) and Ctrl-C (exit code 130) end it with one sentence."""
+    with exit_cleanly(), report_user_errors():
+        arguments: tuple[Any, ...]
+        if takes_overrides:
+            arguments = split_words(schema, sys.argv[1:], help_text or "")
+        else:
+            arguments = (parse_words(schema, sys.argv[1:], help_text or ""),)
+        # Raise KeyboardInterrupt at Ctrl-C from now on, so that a command removes what it began.
+        if signal.getsignal(signal.SIGINT) is stop_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        run(*arguments)
 
 
 def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
     """Splits the arguments `words` of a command line. Returns an instance of `schema`, made from
     the arguments that set one of its keys, and a list of all other arguments, which are overrides
-    of the training configuration."""
+    of the training configuration. `--json` is json=true."""
+    words = ["json=true" if word == "--json" else word for word in words]
     keys = {field.name for field in fields(cast(Any, schema))}
     overrides = [word for word in words if "=" in word and word.partition("=")[0] not in keys]
     key_words = [word for word in words if word not in overrides]
@@ -70,19 +79,6 @@ def replace_between(text: str, start: str, end: str, content: str, page: str) ->
         )
     before, _, rest = text.partition(start)
     return before + start + content + end + rest.partition(end)[2]
-
-
-def format_table(rows: Sequence[Sequence[object]]) -> str:
-    """Formats rows as aligned columns; the first row contains the column heads. Columns of numbers
-    are aligned to the right, and None becomes a dash."""
-    cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]
-    columns = []
-    for head, *column in zip(*cells, strict=True):
-        width = max(map(len, (head, *column)))
-        numbers = all(NUMBER_CELL.match(cell) for cell in column)
-        align = str.rjust if columns and numbers else str.ljust
-        columns.append([align(cell, width) for cell in (head, *column)])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def find_encoder_node(group: str, name: str) -> dict[str, Any]:

@@ -1,31 +1,38 @@
-"""Examines what this machine can do, technique by technique, with the reason where it cannot.
+"""Says in one screen what this machine has, what it lacks, which preset suits it, and which
+accelerations it cannot switch on, with the reasons.
 
-    python -m scripts.doctor             prints a table
-    python -m scripts.doctor --json      prints the same for programs
-    python -m scripts.doctor --measure   also measures rates: products by precision, memory traffic
-    python -m scripts.doctor --kernels model=mamba_b data=synthetic batch_size=256
-                                         tries the fused kernels as that run of train.py would, and
-                                         says what it would choose
-    python -m scripts.doctor --as a100 b200
-                                         lists what other GPUs support
+    python -m scripts.doctor
+    python -m scripts.doctor measure=true
+    python -m scripts.doctor kernels=true model=mamba_b data=synthetic batch_size=256
+    python -m scripts.doctor cards=[a100,b200]
 
-All findings come from the machine and from the techniques' own checks, none from a list.
+`kernels=true` tries the fused kernels as `python train.py` with the words behind it would, and says
+what it would choose; it takes a minute. All findings come from the machine and from the techniques'
+own checks, none from a list. `--json` prints them for programs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import subprocess
+import textwrap
+import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config.compose import report_user_errors
+from jinja2 import Template
+
+from accel.ledger import NO_GPU
+from common.config.compose import compose
 from common.errors import UserError
-from common.text import shorten_error
-from scripts.commands import format_table
+from common.files import ROOT
+from common.text import format_table, shorten_error
+from scripts.commands import run_command
 
 if TYPE_CHECKING:
     import torch
@@ -40,61 +47,60 @@ clocks are momentary values: low on an idle GPU, and lowered by heat and power l
 NVIDIA_SMI_SECONDS = 10.0
 """Time limit, in seconds, for a call of nvidia-smi."""
 UNKNOWN = "unknown"
+PRESETS = ("fast", "production", "max", "lowmem")
+"""Files of conf/runtime/ about which the page says what this machine cannot run of them."""
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--measure", action="store_true", help="measure rates too; takes some seconds"
-    )
-    parser.add_argument(
-        "--kernels",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="try the kernels of this run; takes a minute",
-    )
-    parser.add_argument(
-        "--as", nargs="+", metavar="CARD", dest="cards", help="pretend these GPUs; measures nothing"
-    )
-    options = parser.parse_args(words)
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Keys of the command."""
 
-    # Do not examine this machine for --as, which evaluates the techniques' conditions for other
-    # GPUs.
-    if options.cards:
-        if options.measure or options.kernels is not None:
-            parser.error("--as measures nothing; leave out --measure and --kernels")
-        with report_user_errors():
-            findings = compare_cards(options.cards)
+    measure: bool = False
+    """Also measure rates, for some seconds: products by precision, memory traffic."""
+    kernels: bool = False
+    """Try the fused kernels of the run that the other words describe."""
+    cards: list[str] = field(default_factory=list)
+    """GPU models, such as h100, of which a table then says what they support; examines nothing."""
+    json: bool = False
+    """Print JSON."""
+
+
+def diagnose(cfg: DoctorConfig, overrides: Sequence[str] = ()) -> None:
+    """Prints the findings that `cfg` asks for. `overrides` are words of `train.py` for
+    `kernels`."""
+    if overrides and not cfg.kernels:
+        raise UserError(f"{' '.join(overrides)}: words of a run go with kernels=true.")
+    # Do not examine this machine for `cards`, which pretends other GPUs.
+    if cfg.cards:
+        if cfg.measure or cfg.kernels:
+            raise UserError("cards=[…] measures nothing; leave out measure and kernels.")
+        findings = compare_cards(cfg.cards)
         page = format_table(findings)
     else:
-        findings = examine(options.measure)
-        if options.kernels is not None:
-            with report_user_errors():
-                findings["kernels"] = try_kernels(options.kernels)
+        findings = examine(cfg.measure)
+        if cfg.kernels:
+            findings["kernels"] = try_kernels([*overrides])
         page = format_findings(findings)
-    print(json.dumps(findings, indent=1) if options.json else page, flush=True)
-    return 0
+    print(json.dumps(findings, indent=1) if cfg.json else page, flush=True)
 
 
 def examine(measure: bool) -> dict[str, Any]:
-    """Returns the findings: facts about the machine, the versions and each technique; with
-    `measure` also the measured rates."""
+    """Returns the findings: facts about the machine, versions, lacking packages, presets, and each
+    technique; with `measure` also the measured rates."""
     # Import torch only inside functions, so that --help does not wait for torch.
     from common.environment import describe_environment, pick_device
     from scripts.capabilities import find_capabilities, measure_rates
 
     device = pick_device("auto")
+    reasons = find_capabilities(device)
     findings: dict[str, Any] = {
         "machine": describe_machine(device),
         "versions": describe_environment(device)["versions"],
+        "lacking": find_lacking_packages(),
+        "presets": {name: list_refused(name, reasons) for name in PRESETS},
         "techniques": [],
     }
-    for word, reason in find_capabilities(device).items():
+    for word, reason in reasons.items():
         key, _, value = word.partition("=")
         findings["techniques"].append(
             {
@@ -110,6 +116,30 @@ def examine(measure: bool) -> dict[str, Any]:
     return findings
 
 
+def list_refused(preset: str, reasons: dict[str, str | None]) -> list[str]:
+    """Lists the overrides by which `runtime=<preset>` asks for techniques that this machine cannot
+    run; `reasons` maps each override to why, or None."""
+    values = compose([f"runtime={preset}"]).cfg.runtime.values()
+    words = [f"runtime.{key}={value}".lower() for key, value in values.items()]
+    wanted = [word.replace("=auto", "=true") for word in words]
+    return [word for word in wanted if reasons.get(word)]
+
+
+def find_lacking_packages() -> dict[str, list[str]]:
+    """Returns extra of pyproject.toml -> the packages that it would install and that are not
+    installed."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {canonicalize_name(part.metadata["Name"]) for part in distributions()}
+    lacking = {}
+    for extra, lines in project["optional-dependencies"].items():
+        names = [Requirement(line).name for line in lines]
+        lacking[extra] = [name for name in names if canonicalize_name(name) not in installed]
+    return {extra: names for extra, names in lacking.items() if names}
+
+
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
     """Returns the rows of a table, column heads first. A row shows for a technique on which of the
     GPU models `names` it is available, and what it needs. This machine needs no GPU. Raises
@@ -122,7 +152,7 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
 
     for name in names:
         if name not in CARDS:
-            raise UserError(f"--as {name} is not known; choose one of {', '.join(CARDS)}.")
+            raise UserError(f"cards=[{name}] is not known; choose some of {', '.join(CARDS)}.")
 
     rows = [["technique", *names, "needs"]]
     for word, (kind, value) in list_ways().items():
@@ -246,30 +276,14 @@ def read_clocks(gpu: str) -> dict[str, Any]:
 
 
 def format_findings(findings: dict[str, Any]) -> str:
-    """Formats the findings as a page of text."""
-    lines = ["machine"]
-    for key, value in findings["machine"].items():
-        if value is not None:
-            text = f"{value:g}" if isinstance(value, float) else value
-            text = ", ".join(text) if isinstance(text, list) else text
-            lines.append(f"  {key.replace('_', ' '):<28}{text}")
+    """Formats the findings as a page of text, by doctor.txt.jinja."""
+    template = Template(Path(__file__).with_name("doctor.txt.jinja").read_text(), trim_blocks=True)
+    return template.render(findings, wrap=wrap, no_gpu=NO_GPU)
 
-    versions = ", ".join(f"{name} {version}" for name, version in findings["versions"].items())
-    lines += ["", "versions", f"  {versions}", "", "techniques"]
-    for row in findings["techniques"]:
-        word = row["word"]
-        lines.append(
-            f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip()
-        )
 
-    if "kernels" in findings:
-        lines += ["", "fused kernels, as that run would choose"]
-        lines += [f"  {row['words']:<26}{row['note']}" for row in findings["kernels"]]
-    if "rates" in findings:
-        lines += ["", "measured rates (median of 10)"]
-        lines += [f"  {name:<22}{value:.1f}" for name, value in findings["rates"].items()]
-    return "\n".join(lines)
+def wrap(text: str) -> str:
+    return textwrap.fill(text, 118, subsequent_indent="    ", break_on_hyphens=False)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_command(diagnose, DoctorConfig, __doc__, takes_overrides=True)

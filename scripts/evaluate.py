@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from common.config.compose import refuse_drawing, refuse_missing
+from common.config.paths import refuse_drawing, refuse_missing
 from common.config.schema import EnoughSamples, FdConfig, Positive
-from common.distributed.exit import resumable_command
 from common.errors import UserError
+from common.text import format_table
 from sampling.draw import DrawConfig, SampleJob
-from scripts.commands import format_table, run_command
+from scripts.commands import run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,4 +165,4 @@ def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    run_command(evaluate_run, EvaluateConfig, __doc__, resumable_command)
+    run_command(evaluate_run, EvaluateConfig, __doc__)

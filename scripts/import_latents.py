@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config.compose import refuse_missing
+from common.config.paths import refuse_missing
 from common.config.schema import Positive, PrecomputeConfig, refuse_unset, refuse_values
 from common.errors import UserError
 from common.text import split_lines

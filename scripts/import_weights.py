@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.compose import refuse_missing
+from common.config.paths import refuse_missing
 from common.config.schema import refuse_unset
 from common.errors import UserError
 from scripts.commands import run_command

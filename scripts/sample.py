@@ -28,8 +28,7 @@ import numpy as np
 from annotated_types import Ge, Le
 from PIL import Image
 
-from common.config.compose import refuse_drawing
-from common.distributed.exit import resumable_command
+from common.config.paths import refuse_drawing
 from common.errors import UserError
 from common.files import hash_content, replace_file, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
@@ -171,4 +170,4 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
 
 
 if __name__ == "__main__":
-    run_command(sample_run, SampleConfig, __doc__, resumable_command)
+    run_command(sample_run, SampleConfig, __doc__)

@@ -2,25 +2,25 @@
 samples into a picture.
 
     python -m scripts.verify_latents path=latents/photos
-    python -m scripts.verify_latents path=latents/photos source=photos count=16 out=check.png
+    python -m scripts.verify_latents path=latents/photos count=16 out=check.png
     python -m scripts.verify_latents path=https://example.org/latents count=0
 
 It prints every problem and ends with an error if there is one. It decodes `count` training samples
 into a PNG grid, by default latents_check.png in the set's folder, or in runs/ if the set is a URL
-or its folder is not writable. With `source` the grid also shows the original images.
+or its folder is not writable.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from common.config.compose import apply_schema, refuse_no_set
-from common.config.schema import CaptionsMissing, PrecomputeConfig
+from common.config.paths import refuse_no_set
+from common.config.schema import Device, Natural, refuse_unset, refuse_values
 from common.errors import UserError
+from common.output import Progress
 from scripts.commands import run_command
 
 if TYPE_CHECKING:
@@ -36,29 +36,27 @@ class VerifyConfig:
 
     path: str | None = None
     """Folder or URL with manifest.json."""
-    source: str | None = None
-    """Folder of the original images, which the grid shows beside the decoded latents."""
-    count: int = 8
+    count: Natural = 8
     """Number of training samples to decode; 0: none."""
     encoder: str | None = None
     """The autoencoder's folder, if it has moved since precompute_latents.py used it."""
     out: str | None = None
     """File of the grid; null: latents_check.png in the set's folder, or in runs/."""
-    device: str = "auto"
+    device: Device = Device.auto
+    """`auto`: the GPU if there is one, otherwise the CPU."""
 
 
 def verify(cfg: VerifyConfig) -> list[str]:
     """Checks the set, prints a summary and returns the problems, one sentence each."""
-    if cfg.path is None:
-        raise UserError("path is not set; say which latent set: path=<folder with manifest.json>.")
-
+    refuse_unset(cfg, {"path": "<folder or URL with manifest.json>"})
+    refuse_values(cfg)
     refuse_no_set("path", cfg.path)
     from data.blocks import BlockReader, DamagedBlockError
     from data.caption_blocks import read_captions
     from data.manifest import read_manifest
     from data.source import LocalSource, open_source
 
-    source = open_source(cfg.path)
+    source = open_source(str(cfg.path))
     manifest = read_manifest(source)
     problems = check_split(source, manifest, "train") + check_split(source, manifest, "held_out")
 
@@ -95,11 +93,14 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     blocks = BlockReader(source, manifest, split)
     problems = []
     sums = ChannelSums()
+    progress = Progress(len(blocks.places), f"{split} blocks", lasting=False)
     for number in range(len(blocks.places)):
         try:
             sums.add(blocks.read_verified(number))
         except DamagedBlockError as error:
             problems.append(str(error).partition(";")[0])
+        progress.advance(1)
+    progress.close()
     if split == "train" and not problems:
         mean, std = compute_channel_statistics([sums.as_dict()])
         scale = max(manifest.std)
@@ -139,12 +140,11 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
 def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
     """Decodes the first training latents, writes them as a grid of images, and returns a sentence
     about the grid."""
-    import numpy as np
     import torch
 
     from common.environment import pick_device
     from data.manifest import make_spec
-    from models.images import psnr, to_uint8, write_grid
+    from models.images import to_uint8, write_grid
     from training.weights.pretrained import build_autoencoder
 
     device = pick_device(cfg.device)
@@ -152,24 +152,12 @@ def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) ->
     latents = read_first_latents(source, manifest, cfg.count)
     with torch.no_grad():
         parts = [autoencoder.decode(part.to(device).float()) for part in latents.split(8)]
-    decoded = torch.cat(parts).cpu()
-    pixels = to_uint8(decoded)
-    columns = min(8, len(latents))
-    comparison = ""
-
-    # Put each decoded image to the right of its original.
-    if cfg.source is not None:
-        originals = read_originals(cfg.source, source, manifest, len(latents))
-        pixels = np.stack([to_uint8(originals), pixels], 1).reshape(-1, *pixels.shape[1:])
-        columns = 2 * min(4, len(latents))
-        comparison = f", each right of its original, at {psnr(decoded, originals):.1f} dB"
-
     folder = Path(str(cfg.path)).expanduser()
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         folder = Path("runs")
     out = Path(cfg.out or folder / "latents_check.png").expanduser()
-    write_grid(out, pixels, columns=columns)
-    return f"{out}: the first {len(latents)} training latents decoded{comparison}"
+    write_grid(out, to_uint8(torch.cat(parts)), columns=min(8, len(latents)))
+    return f"{out}: the first {len(latents)} training latents decoded"
 
 
 def read_first_latents(source: Source, manifest: Manifest, count: int) -> Tensor:
@@ -180,57 +168,6 @@ def read_first_latents(source: Source, manifest: Manifest, count: int) -> Tensor
     blocks = BlockReader(source, manifest, "train")
     wanted = [i for i, place in enumerate(blocks.places) if place.first < count]
     return torch.cat([blocks.read(i)["latents"] for i in wanted])[:count]
-
-
-def read_originals(folder: str, source: Source, manifest: Manifest, count: int) -> Tensor:
-    """Reads the images of the first training latents as a tensor (N, 3, H, W) in [-1, 1]. Raises
-    UserError if `folder` has other images than the latents were made from."""
-    import torch
-
-    from common.text import shorten_error
-    from encoding.encoder import make_decoded_images, to_input
-    from encoding.job import plan_shards
-    from encoding.sources import list_job_images
-
-    if manifest.resolution is None:
-        raise UserError(
-            f"source={folder}: {source} was imported, and its images are not known; leave "
-            "source out."
-        )
-    try:
-        job: dict[str, Any] = json.loads(source.read("job.json"))
-        # Take only the settings from job.json, which has other keys too.
-        keys = job.keys() & PrecomputeConfig.__dataclass_fields__.keys()
-        cfg = apply_schema(PrecomputeConfig, {key: job[key] for key in keys}, [])
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{source}/job.json cannot be read ({shorten_error(error)}); leave source out."
-        ) from error
-
-    # The captions count only if images without one were left out.
-    text = cfg.captions_missing == CaptionsMissing.drop and cfg.text_encoder
-    cfg = replace(cfg, source=folder, allow_cut=True, text_encoder=text)
-    images, cfg = list_job_images(cfg, job, manifest.class_names)
-    if images.sha256() != manifest.source_sha256:
-        raise UserError(
-            f"source={folder} is not what {source} was made of ({manifest.source}); leave it out."
-        )
-
-    # List the images again in the order in which the job encoded them, without the images that the
-    # job skipped: then image i belongs to latent i.
-    skipped = {line.partition(": ")[0] for line in manifest.skipped}
-    used = [
-        entry
-        for _, split, shard_images in plan_shards(images, cfg).shards
-        for _, entry in shard_images
-        if split == "train" and entry.key not in skipped
-    ]
-    pixels = []
-    for _, item in make_decoded_images(used[:count], cfg):
-        if not isinstance(item, torch.Tensor):
-            raise UserError(f"source={folder}: {item}; repair it, or leave source out.")
-        pixels.append(item)
-    return to_input(torch.stack(pixels), torch.device("cpu"))
 
 
 def refuse_problems(cfg: VerifyConfig) -> None:

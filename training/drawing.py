@@ -135,7 +135,7 @@ def read_prompts(file: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"prompts={file} must be held_out, train, or a text file in UTF-8 with a prompt on "
-            f"each line ({error})."
+            f'each line ({getattr(error, "strerror", error)}); a text itself is prompt="…".'
         ) from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:

@@ -224,8 +224,9 @@ class RunFolder:
         # Show the ledger, and pass it to the logger with the configuration.
         config = self.composed.source
         write_atomically(self.folder / "config.yaml", to_yaml(config))
+        table = ledger.format_table(self.cfg.ledger)
         print(
-            f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.format_table()}\n\n"
+            f"\nledger ({self.device}: {self.environment['hardware']})\n{table}\n\n"
             f"{ledger.format_line()}\n\n{origin}\n{describe_length(self.cfg, training.loader)}",
             flush=True,
         )

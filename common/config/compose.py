@@ -30,14 +30,16 @@ from yaml import YAMLError
 
 from common.config import build
 from common.config.explain import explain
-from common.config.schema import PrecomputeConfig, SamplingConfig, TrainConfig
+from common.config.help import format_help
+from common.config.paths import refuse_paths
+from common.config.schema import PrecomputeConfig, TrainConfig
 from common.config.secrets import redact, redact_text, redact_words
 from common.config.words import (
     CONF_FOLDER,
-    FOREIGN_DRAWING_KEYS,
     describe_unreadable,
     find_given_word,
     list_choices,
+    list_foreign,
     quote,
     refuse_foreign,
     refuse_form,
@@ -46,6 +48,7 @@ from common.config.words import (
 from common.errors import UserError, describe_machine_fault
 from common.files import read_object
 from common.output import tolerate_broken_output
+from common.require_python import STOPPED
 from common.text import escape_unprintable
 from common.trees import list_nodes
 
@@ -54,8 +57,6 @@ SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
 keys and their types."""
 MANY_IMAGES = 20_000
 """Number of images from which experiment=photos takes the largest of its models."""
-LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
-"""`_target_` of each loader whose argument `path` is the folder or URL of a latent set."""
 
 
 @cache
@@ -211,8 +212,9 @@ def refuse_strange_numbers(node: Any) -> None:
 
 @contextmanager
 def report_user_errors(config_name: str = "train") -> Iterator[None]:
-    """If the `with` block raises a UserError, prints the error's message and exits with code 1. If
-    the command cannot write to stdout or stderr, it continues.
+    """If the `with` block raises a UserError, prints the error's message and exits with code 1; at
+    Ctrl-C prints a line and exits with code 130. If the command cannot write to stdout or stderr,
+    it continues.
 
     Two other kinds of exceptions also become a message: those of Hydra and OmegaConf, and those
     that mean that the machine has run out of memory, disk space or threads. Any other exception is
@@ -223,6 +225,9 @@ def report_user_errors(config_name: str = "train") -> Iterator[None]:
     with tolerate_broken_output():
         try:
             yield
+        except KeyboardInterrupt:
+            print(f"\n{STOPPED}", file=sys.stderr)
+            sys.exit(130)
         except Exception as error:
             message = describe_failure(error, config_name)
             if message is None or os.environ.get("FASTLATENT_TRACEBACK") == "1":
@@ -256,8 +261,7 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     models and encoders.
     """
     if "-h" in words or "--help" in words:
-        keys = to_yaml(OmegaConf.structured(schema))
-        print(f"{help_text.strip()}\n\nKeys:\n{keys}{build.EXTENSIONS_KEY}: []")
+        print(format_help(help_text, schema()))
         sys.exit(0)
 
     # If the user types another trainer's name for a key, such as cfg_scale, refuse it and name the
@@ -265,13 +269,14 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     keys = {field.name for field in fields(cast(Any, schema))}
     foreign = {
         foreign_key: spelling
-        for foreign_key, spelling in FOREIGN_DRAWING_KEYS.items()
+        for foreign_key, spelling in list_foreign("drawing").items()
         if spelling.partition("=")[0] in keys - {foreign_key}
     }
-    # Take a prompt as it was typed: no grammar reads it.
-    prompts = [word for word in words if "prompt" in keys and word.startswith("prompt=")]
-    words = [word for word in words if word not in prompts]
     refuse_form(words, foreign)
+    # Take a prompt as it was typed, with no grammar, unless it is a list of prompts.
+    as_typed = re.compile(r"prompt=(?!\[.*\]$)")
+    prompts = [word for word in words if "prompt" in keys and as_typed.match(word)]
+    words = [word for word in words if word not in prompts]
     refuse_foreign(words, foreign)
 
     # precompute_latents.py needs two words to name an encoder's folder, encoder=local and
@@ -316,6 +321,13 @@ def apply_schema(schema: type[Words], values: Any, words: list[str]) -> Words:
         raise UserError(explain(error, words, schema)) from error
 
 
+def list_groups(config_name: str) -> dict[str, str]:
+    """Returns group of configuration files that conf/<config_name>.yaml takes -> its default."""
+    entries = parse_yaml((CONF_FOLDER / f"{config_name}.yaml").read_text())["defaults"]
+    chosen = [entry for entry in entries if isinstance(entry, dict)]
+    return {k: str(v or "null") for entry in chosen for k, v in entry.items() if " " not in k}
+
+
 def to_yaml(node: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(node))
 
@@ -337,93 +349,3 @@ def read_config(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file} holds no configuration; restore it.")
     return content
-
-
-def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
-    """Raises UserError if a path in the configuration of a run or an encoding job does not exist
-    or lacks the expected files, or if an output folder is a file."""
-    if isinstance(cfg, PrecomputeConfig):
-        refuse_missing("source", cfg.source, "name a folder of images, or tars")
-        refuse_missing("held_out", cfg.held_out, "name a folder of images, or tars")
-        refuse_missing("reuse", cfg.reuse, "name the out of an earlier command", "job.json")
-        refuse_file("out", cfg.out)
-        return
-    refuse_file("run_dir", cfg.run_dir)
-    if cfg.resume not in ("auto", "never"):
-        remedy = (
-            "name a run, a checkpoint such as runs/<name>/checkpoints/step-400, or use auto or "
-            "never"
-        )
-        refuse_missing("resume", cfg.resume, remedy, "state.json", "checkpoints", "step-*")
-
-    # Check `init_from` only for a new run, because a resumed run no longer needs it.
-    started = cfg.run_dir and any((Path(cfg.run_dir).expanduser() / "checkpoints").glob("step-*"))
-    refuse_no_weights("init_from", None if started else cfg.init_from)
-    if cfg.fd_every:
-        refuse_missing("fd.reference", cfg.fd.reference, "name a folder of images")
-        refuse_missing("fd.inception", cfg.fd.inception, "name the file of its weights")
-    data = cfg.data if isinstance(cfg.data, dict) else {}
-    if data.get("_target_") in LATENT_SET_LOADERS:
-        refuse_no_set("data.path", data.get("path"))
-
-
-def refuse_drawing(cfg: Any) -> None:
-    """Raises UserError for settings with which sampling is impossible, and for a path without
-    weights; `cfg` is a `DrawConfig` of sampling/draw.py."""
-    cfg.check()
-    names = {field.name for field in fields(SamplingConfig)}
-    given = {k: value for k, value in vars(cfg).items() if k in names and value is not None}
-    SamplingConfig(**given).check(prefix="")
-    refuse_no_weights(cfg.key, cfg.path)
-
-
-def refuse_no_weights(key: str, path: str | None) -> None:
-    """Raises UserError if a local `path` is neither a run with a checkpoint, nor a checkpoint, nor
-    a .safetensors file. `key` is the configuration key that holds the path, for the message."""
-    names = () if str(path).endswith(".safetensors") else ("checkpoints", "state.json", "step-*")
-    refuse_missing(
-        key, path, "name a run that has a checkpoint, a checkpoint, or a .safetensors file", *names
-    )
-
-
-def refuse_no_set(key: str, path: Any) -> None:
-    """Raises UserError if a local `path` lacks the manifest.json of a finished latent set. `key`
-    is the configuration key that holds the path, for the message."""
-    job = f"python precompute_latents.py source=<images> out={path}"
-    refuse_missing(
-        key,
-        path,
-        f"name a folder that `{job}` has finished (the same command continues)",
-        "manifest.json",
-    )
-
-
-def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
-    """Raises UserError if the local path does not exist, or is a folder in which no entry matches
-    any of the glob patterns `names`. `remedy` ends the message. URLs and `pipe:` commands are not
-    checked."""
-    if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
-        return
-    place = os.path.expanduser(path)
-    if not os.path.exists(place):  # Path.exists would raise an error for too long a name
-        raise UserError(f"{key}={path} does not exist; {remedy}.")
-    if names and not any(any(Path(place).glob(name)) for name in names):
-        raise UserError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")
-
-
-def refuse_file(key: str, path: str | None) -> None:
-    """Raises UserError if the output folder `path` is a file or inside a file, if a name in the
-    path has over 255 bytes, or if the path begins with `~user` and there is no such user."""
-    folder = Path(os.path.expanduser(path or "."))
-    if str(folder).startswith("~"):
-        raise UserError(f"{key}={path}: there is no such user; write the whole path.")
-    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
-        raise UserError(
-            f"{key}={path} cannot be a folder, for a name in it has over 255 bytes; choose a "
-            "shorter one."
-        )
-    for place in (folder, *folder.parents):
-        if os.path.exists(place) and not os.path.isdir(place):
-            raise UserError(
-                f"{key}={path} cannot be a folder, for {place} is a file; choose another."
-            )

@@ -14,6 +14,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from common.config.schema import PrecomputeConfig, TrainConfig
 from common.config.words import (
     CONF_FOLDER,
+    ask_similar,
     describe_type,
     describe_unreadable,
     find_given_word,
@@ -45,7 +46,7 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
     if unknown:
         name = unknown[1] or key or unknown[2]
         place = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
-        fix = suggest_fix(name, schema)
+        fix = suggest_fix(name, schema, words)
         return f"{find_given_word(name, words)}: there is no such key; {fix}{place}"
     in_file = FAULT_IN_FILE.search(text)
     if in_file:
@@ -80,12 +81,11 @@ def explain_word(text: str, words: list[str]) -> str | None:
             return "hydra/sweeper: Optuna is not installed; run `pip install -e '.[sweep]'`."
         lines = text.splitlines()
         options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
-        choices = ", ".join(options or list_choices(group))
-        hint = "; for your own latents use data=resident data.path=<folder>"
-        return (
-            f"{group}={name}: there is no such file in conf/{group}; choose one of {choices}"
-            f"{hint if group == 'data' else ''}."
-        )
+        options = options or list_choices(group)
+        fix = ask_similar(name, options, count=3) or f"choose one of {', '.join(options)}."
+        if group == "data":
+            fix += " For your own latents use data=resident data.path=<folder>."
+        return f"{group}={name}: there is no such file in conf/{group}; {fix}"
 
     existing = re.match("Could not append to config. An item is already at '([^']+)'", text)
     if not existing:
@@ -107,10 +107,11 @@ def explain_value(cause: Exception, key: str, words: list[str], schema: type) ->
     return f"{blamed}: {detail}{f'; it must be {expected}' if expected else ''}."
 
 
-def suggest_fix(key: str, schema: type) -> str:
+def suggest_fix(key: str, schema: type, words: list[str]) -> str:
     """Returns the end of a sentence about a key that the configuration lacks. It names an option of
     a configuration group that has the key, the command to which the key belongs, or a similar
-    key."""
+    key. `words` are the words of the command: an option that one of them has chosen is not to be
+    replaced."""
     other = {TrainConfig: "precompute_latents", PrecomputeConfig: "train"}.get(schema)
     groups = [field.name for field in fields(schema)]
     if other is None:
@@ -118,7 +119,10 @@ def suggest_fix(key: str, schema: type) -> str:
     choices_by_key = map_keys_to_choices()
     choices = choices_by_key.get(key)
     if choices:
-        return f"{choices[0]} has it; add {' or '.join(choices[:2])}."
+        chosen = tuple(f"{group}=" for group in (key.partition(".")[0], "experiment"))
+        named = " or ".join(choices[:2])
+        is_chosen = any(word.startswith(chosen) for word in words)
+        return f"only {named} has it." if is_chosen else f"{choices[0]} has it; add {named}."
     if list_choices(key):
         return f"it is a group of {other}.py."
     tree = OmegaConf.to_container(OmegaConf.structured(schema))

@@ -39,6 +39,7 @@ LatentKind = StrEnum("LatentKind", "mean_std sample")
 CaptionLines = StrEnum("CaptionLines", "each whole")
 CaptionsMissing = StrEnum("CaptionsMissing", "empty drop refuse")
 LatentDtype = StrEnum("LatentDtype", "float16 bfloat16 float32")
+LedgerLength = StrEnum("LedgerLength", "short full")
 TextDtype = StrEnum("TextDtype", "float16 int8")
 Positive = Annotated[int, Ge(1)]
 Above0 = Annotated[float, Gt(0)]
@@ -53,28 +54,29 @@ fewer."""
 class ParallelConfig:
     """Parallelism between several processes (accel/techniques/parallel.py)."""
 
-    # auto: ddp if there are several processes, otherwise none. fsdp shards over all processes, hsdp
-    # over groups of shard_degree processes
     mode: ParallelMode = ParallelMode.auto
-    # for hsdp: number of processes among which one copy of the model is sharded; null: the number
-    # of GPUs of one machine
+    """How processes share a run: `auto`: ddp if there are several, otherwise none; fsdp shards
+    over all processes, hsdp over groups of shard_degree processes."""
     shard_degree: Positive | None = None
-    # for fsdp and hsdp; true: free the gathered parameters of a model's block after the block's
-    # forward pass, and gather them again for its backward pass; false: keep them in memory until
-    # its backward pass
+    """For hsdp: number of processes among which one copy of the model is sharded; null: the
+    number of GPUs of one machine."""
     reshard_after_forward: bool = True
-    # dtype in which ranks exchange gradients; bf16 sends half the bytes of fp32
+    """For fsdp and hsdp, whether gathered parameters are freed after a block's forward pass;
+    `true`: they are gathered again for its backward pass; `false`: they stay in memory until
+    then."""
     reduce_dtype: FloatName = FloatName.fp32
-    bucket_cap_mb: Positive = 25  # for ddp: MiB of gradients in one all-reduce
-    # for ddp: gradients are views of the all-reduce buckets, which saves a copy
+    """Dtype in which ranks exchange gradients; bf16 sends half the bytes of fp32."""
+    bucket_cap_mb: Positive = 25
+    """For ddp: MiB of gradients in one all-reduce."""
     gradient_as_bucket_view: bool = True
-    # for fsdp and hsdp: parameters and the optimizer's state stay in host memory
+    """For ddp: gradients are views of the all-reduce buckets, which saves a copy."""
     cpu_offload: bool = False
-    # longest time, in minutes, that a rank may make no progress; after this time the run ends with
-    # an error
+    """For fsdp and hsdp: parameters and the optimizer's state stay in host memory."""
     timeout_minutes: Annotated[float, Gt(0), Le(1_000_000)] = 30.0
-    # NCCL's environment variables, such as {NCCL_DEBUG: INFO}
+    """Longest time, in minutes, that a rank may make no progress; after this time the run ends
+    with an error."""
     nccl: dict[str, str] = field(default_factory=dict)
+    """NCCL's environment variables, such as {NCCL_DEBUG: INFO}."""
 
     def check(self) -> None:
         """Raises UserError for options that contradict the mode, and for NCCL variables that a
@@ -109,53 +111,70 @@ class RuntimeConfig:
     without techniques."""
 
     device: Device = Device.auto
+    """`auto`: the GPU if there is one, otherwise the CPU."""
     tf32: bool = False
+    """Compute fp32 matrix products and convolutions in TensorFloat-32."""
     cudnn_benchmark: bool = False
-    # precision of matrix products; fp16 also scales the loss, by a factor that is adapted on the
-    # device; fp8 uses torchao
+    """Let cuDNN measure its convolution algorithms and take the fastest."""
     precision: PrecisionName = PrecisionName.fp32
-    # for precision=fp8: tensorwise: one scale per tensor; rowwise: one scale per row;
-    # rowwise_with_gw_hp: as rowwise, but compute the gradients of weights in bf16
+    """Precision of matrix products; fp16 also scales the loss, by a factor that is adapted on the
+    device; fp8 uses torchao."""
     fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
-    # dtype in which the weight matrices of linear layers are stored; an optimizer step rounds bf16
-    # up or down at random, right on average; averages of the weights (EMA) stay in fp32
+    """Scales of precision=fp8; tensorwise: one for each tensor; rowwise: one for each row;
+    rowwise_with_gw_hp: as rowwise, but the gradients of weights are computed in bf16."""
     weights: FloatName = FloatName.fp32
+    """Dtype in which the weight matrices of linear layers are stored; an optimizer step rounds
+    bf16 up or down at random, right on average; averages of the weights (EMA) stay in fp32."""
     residual_in_fp32: bool = True
-    # for the next five keys: false: use the PyTorch code that defines the operation; true: use the
-    # Triton kernel if its results agree with that code; auto: use the faster of the two on this
-    # machine
+    """Keep the residual stream between blocks in fp32, also under autocast."""
     fused_add_norm: KernelChoice = False
+    """Triton kernel of residual add and norm; for this and the next four keys: `false`: use the
+    PyTorch code that defines the operation; `true`: use the Triton kernel if its results agree
+    with that code; `auto`: use the faster of the two on this machine."""
     fused_scan: KernelChoice = False
+    """Triton kernel of the state-space scan."""
     fused_conv: KernelChoice = False
+    """Triton kernel of the local mixing: short convolution and activation."""
     fused_swiglu: KernelChoice = False
+    """Triton kernel of SwiGLU's activation."""
     fused_rope: KernelChoice = False
+    """Triton kernel of the norm of queries and keys with their rotary embedding."""
     attention: AttentionName = AttentionName.auto
+    """Kernel of softmax attention; `auto`: PyTorch chooses."""
     gradient_checkpointing: bool = False
-    # for gradient_checkpointing: blocks: recompute all blocks; every_<n>: recompute every n-th
-    # block; selective: in all blocks, keep the results of matrix products, attention and scans, and
-    # recompute all other activations
+    """Recompute activations of blocks in the backward pass, which saves memory and costs time."""
     checkpoint_policy: str = "blocks"
+    """What gradient_checkpointing recomputes; blocks: all blocks; every_<n>: every n-th block;
+    selective: in all blocks, all activations but the results of matrix products, attention and
+    scans."""
     compile: bool = False
-    # blocks: compile each block of the model by itself; model: compile the model as one graph,
-    # which takes longer to compile
+    """Compile the model with torch.compile."""
     compile_scope: CompileScope = CompileScope.blocks
-    # reduce-overhead needs compile_scope=model and accumulation_steps=1
+    """What is compiled; blocks: each block of the model by itself; model: the model as one graph,
+    which takes longer to compile."""
     compile_mode: CompileMode = CompileMode["default"]
+    """Mode of torch.compile; reduce-overhead needs compile_scope=model and
+    accumulation_steps=1."""
     fused_adamw: bool = False
-    # the optimizer's state stays in host memory and moves to the device part by part in each step
+    """Update all parameters in a few kernels (fused=True of PyTorch's AdamW)."""
     offload_optimizer: bool = False
-    # keep the activations saved for the backward pass in host memory until the backward pass uses
-    # them
+    """Keep the optimizer's state in host memory; it moves to the device part by part in each
+    step."""
     offload_activations: bool = False
+    """Keep the activations saved for the backward pass in host memory until the backward pass uses
+    them."""
     empty_cache_at_eval: bool = False
-    cuda_graph: bool = False  # capture the whole training step as a CUDA graph
-    # true: measure before training which techniques make the step fastest on this machine, and use
-    # these; runtime=auto sets tune=true
+    """Free PyTorch's cached GPU memory before evaluations."""
+    cuda_graph: bool = False
+    """Capture the whole training step as a CUDA graph."""
     tune: bool = False
-    tune_seconds: Above0 = 120.0  # longest time, in seconds, that `tune` may take
-    # what to do if a technique is unavailable: degrade: run without it; error: stop; emulate: on a
-    # CPU, emulate the technique slowly if the CPU can, otherwise run without it
+    """Measure before training which techniques make the step fastest on this machine, and use
+    these; runtime=auto sets tune=true."""
+    tune_seconds: Above0 = 120.0
+    """Longest time, in seconds, that `tune` may take."""
     on_unavailable: OnUnavailable = OnUnavailable.degrade
+    """What to do if a technique is unavailable; degrade: run without it; error: stop; emulate: on
+    a CPU, emulate the technique slowly if the CPU can, otherwise run without it."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(
@@ -192,9 +211,11 @@ class ScheduleConfig:
     seen, not on the number of steps (training/optim/schedule.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
+    """Course of the learning rate after the warm-up."""
     warmup_samples: Natural = 1280
-    # for cosine: learning rate at the end of the run, as a fraction of optim.lr
+    """Training samples in which the learning rate rises from 0."""
     final: Annotated[float, Ge(0), Le(1)] = 0.0
+    """For cosine: learning rate at the end of the run, as a fraction of optim.lr."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +224,13 @@ class EmaConfig:
     (training/step.py)."""
 
     half_life_samples: float = 2000.0
-    # upper limit of the half-life, as a fraction of the samples seen so far; early in training this
-    # limit is below half_life_samples and shortens the half-life
+    """Half-life of the average, in training samples."""
     ramp: float = 0.05
-    # above 0: keep two more averages, and write this number of snapshots of them, spread evenly
-    # over the run, from which scripts.average makes averages of other lengths after the run
+    """Upper limit of the half-life, as a fraction of the samples seen so far; early in training
+    this limit is below half_life_samples and shortens the half-life."""
     snapshots: Natural = 0
+    """Number of snapshots of two more averages, spread evenly over the run; scripts.average makes
+    averages of other lengths from them after the run; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -216,15 +238,15 @@ class GuardsConfig:
     """Protection from steps whose gradient norm is NaN, infinite or a spike (training/step.py,
     training/failures.py)."""
 
-    # number of skipped steps in a row after which a run writes a description of the last step to
-    # its folder `dumps` and stops
     max_skipped_in_row: Positive = 20
-    # above 0: also skip a step whose gradient norm is this many standard deviations above the mean
-    # of the last `spike_window` norms
+    """Number of skipped steps in a row after which a run writes a description of the last step to
+    its folder `dumps` and stops."""
     spike_sigmas: Annotated[float, Ge(0)] = 0.0
-    # number of latest finite gradient norms from which each step computes the mean and standard
-    # deviation for `spike_sigmas`
+    """Also skip a step whose gradient norm is this many standard deviations above the mean of the
+    last `spike_window` norms; 0: off."""
     spike_window: Annotated[int, Ge(8), Le(100_000)] = 128
+    """Number of latest finite gradient norms from which each step computes the mean and standard
+    deviation for `spike_sigmas`."""
 
 
 @dataclass(frozen=True)
@@ -232,20 +254,23 @@ class SamplingConfig:
     """Settings for drawing samples during training and by `scripts.sample` (models/sampler.py)."""
 
     solver: Solver = Solver.heun
+    """Solver of the differential equation; sde draws noise in each step."""
     steps: Positive = 20
-    guidance: float = 1.5  # scale of classifier-free guidance; 1: no guidance
-    # smallest and largest time t at which guidance is on: t = 1 is noise, t = 0 is data
+    """Steps of the solver."""
+    guidance: float = 1.5
+    """Scale of classifier-free guidance; 1: no guidance."""
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    # scale of internal guidance, which costs almost no time and needs a model that was trained with
-    # model.internal_block; 1: none; try 1.2
+    """Smallest and largest time t at which guidance is on: t = 1 is noise, t = 0 is data."""
     internal_guidance: float = 1.0
-    # smallest and largest time t at which internal guidance is on
+    """Scale of internal guidance, which costs almost no time and needs a model that was trained
+    with model.internal_block; 1: none; try 1.2."""
     internal_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    # shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t = 1,
-    # the noise; 1: equally long steps
+    """Smallest and largest time t at which internal guidance is on."""
     shift: Above0 = 1.0
-    # samples to draw per class; also the number of columns of a sample grid in training
+    """Shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t =
+    1, the noise; 1: equally long steps."""
     per_class: Positive = 20
+    """Samples to draw per class; also the number of columns of a sample grid in training."""
 
     def check(self, prefix: str = "sampling.") -> None:
         """Raises UserError for a value with which sampling is impossible; `prefix` stands before
@@ -265,17 +290,20 @@ class FdConfig:
     fd and the kernel distance kd. A run measures both every `fd_every` steps
     (evaluation/evaluator.py)."""
 
-    # number of samples to generate; fd needs more than twice as many samples as the features have
-    # dimensions, kd does not
     count: EnoughSamples = 1000
-    # feature extractors, which map images to vectors: encoder, random, inception, dinov2, or
-    # classes in packages that the key extensions names
+    """Number of samples to generate; fd needs more than twice as many samples as the features
+    have dimensions, kd does not."""
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
-    # folder of images to compare with; null: decode training latents instead
+    """Feature extractors, which map images to vectors: encoder, random, inception, dinov2, or
+    classes in packages that the key extensions names."""
     reference: str | None = None
-    reference_count: EnoughSamples = 10_000  # largest number of reference images to use
-    inception: str | None = None  # path of the file with torch-fidelity's Inception weights
-    dinov2: str | None = None  # folder of the DINOv2 model, or its id on the Hugging Face hub
+    """Folder of images to compare with; null: decode training latents instead."""
+    reference_count: EnoughSamples = 10_000
+    """Largest number of reference images to use."""
+    inception: str | None = None
+    """Path of the file with torch-fidelity's Inception weights."""
+    dinov2: str | None = None
+    """Folder of the DINOv2 model, or its id on the Hugging Face hub."""
 
     def list_scores(self) -> list[str]:
         """Lists the names of both distances in each feature space, such as fd_encoder."""
@@ -294,55 +322,67 @@ class TrainConfig:
     """A training run. The defaults train on handwritten digits in about a minute."""
 
     seed: Natural = 0
-    # folder of the run; null: runs/<date>-<time>-<model>-<runtime>. With a folder set, the same
-    # command again resumes the run
+    """Seed of the weights, the order of the data, noise and times."""
     run_dir: str | None = None
-    # auto: resume from the newest checkpoint in run_dir, if there is one; never: start a new run;
-    # or the path of a run or checkpoint to start from
+    """Folder of the run; null: runs/<date>-<time>-<model>-<runtime>. With a folder set, the same
+    command again resumes the run."""
     resume: str = "auto"
-    # weights from which a new run starts: path of a .safetensors file, a checkpoint or a run folder
+    """Where a run starts; `auto`: at the newest checkpoint in run_dir, if there is one; `never`:
+    anew; or the path of a run or checkpoint."""
     init_from: str | None = None
-    # name of an experiment, such as fastrun: when this run starts, it prints the speed and the
-    # ledger (which techniques were on) of the latest run of that experiment with the same model and
-    # runtime
+    """Weights from which a new run starts: path of a .safetensors file, a checkpoint or a run
+    folder."""
     rehearsal: str | None = None
-    # packages of your own, whose classes a `_target_` may name; settable only on the command line
-    # or in the environment, never in a file, because importing a package runs its code
+    """Name of an experiment, such as fastrun: when this run starts, it prints the speed and the
+    ledger (which techniques were on) of the latest run of that experiment with the same model and
+    runtime."""
+    ledger: LedgerLength = LedgerLength.short
+    """Which techniques the printed ledger shows; short: those that are on, or were asked for and
+    could be on; full: all, as ledger.json has them."""
     extensions: list[str] = field(default_factory=list)
-    # length of the run in training samples; schedule and EMA also count samples, so they do not
-    # depend on batch_size
+    """Packages of your own, whose classes a `_target_` may name; settable only on the command
+    line or in the environment, never in a file, because importing a package runs its code."""
     total_samples: Positive = 102_400
-    # the length in passes over the training images, in place of total_samples
+    """Length of the run in training samples; schedule and EMA also count samples, so they do not
+    depend on batch_size."""
     epochs: Above0 | None = None
-    # the length in minutes of steps, evaluations and grids, in place of total_samples: a new run
-    # measures how many samples that allows; warm-up, averages and intervals then change in the
-    # proportion of these samples to total_samples
+    """The length in passes over the training images, in place of total_samples."""
     budget_minutes: Above0 | None = None
-    batch_size: Positive = 64  # samples per step, over all processes
-    accumulation_steps: Positive = 1  # micro-batches per step
-    # largest gradient norm: gradients above it are scaled down to it; 0: no clipping
+    """The length in minutes of steps, evaluations and grids, in place of total_samples: a new run
+    measures how many samples that allows; warm-up, averages and intervals then change in the
+    proportion of these samples to total_samples."""
+    batch_size: Positive = 64
+    """Samples per step, over all processes."""
+    accumulation_steps: Positive = 1
+    """Micro-batches per step."""
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
-    deterministic: bool = False  # true: a resumed run gives the same bits as one that never stopped
-    # steps between two lines of the log; the next four keys are likewise intervals in steps. 0:
-    # never; an action whose interval is above 0 also happens at the end of the run
+    """Largest gradient norm: gradients above it are scaled down to it; 0: no clipping."""
+    deterministic: bool = False
+    """Make a resumed run give the same bits as one that never stopped."""
     log_every: Natural = 50
+    """Steps between two lines of the log; this and the next four keys are intervals in steps; 0:
+    never; an action whose interval is above 0 also happens at the end of the run."""
     eval_every: Natural = 400
+    """Steps between two measurements of the held-out loss."""
     sample_every: Natural = 800
+    """Steps between two grids of samples."""
     fd_every: Natural = 0
+    """Steps between two measurements of the distances that `fd` describes."""
     save_every: Natural = 400
-    # number of newest checkpoints to keep; the run also keeps the checkpoint with the lowest value
-    # of the score that `keep_best` names
+    """Steps between two checkpoints."""
     keep_checkpoints: Positive = 2
-    # score that decides which checkpoint is the best: the one with the lowest value; eval_loss or,
-    # if fd_every is set, fd_<features> or kd_<features>, such as fd_dinov2
+    """Number of newest checkpoints to keep; the run also keeps the checkpoint with the lowest
+    value of the score that `keep_best` names."""
     keep_best: str = "eval_loss"
-    # metric that a run of a sweep (-m) returns to hydra/sweeper: its last loss, eval_loss,
-    # fd_<features> or kd_<features>, or samples_per_s; null: none
+    """Score that decides which checkpoint is the best: the one with the lowest value; eval_loss
+    or, if fd_every is set, fd_<features> or kd_<features>, such as fd_dinov2."""
     sweep_metric: str | None = None
-    # checkpoints at multiples of this number of steps are never removed; 0: none
+    """Metric that a run of a sweep (-m) returns to hydra/sweeper: its last loss, eval_loss,
+    fd_<features> or kd_<features>, or samples_per_s; null: none."""
     keep_every: Natural = 0
-    # write checkpoints in the background: training waits only while the state is copied
+    """Keep checkpoints at multiples of this number of steps for good; 0: none."""
     async_checkpoints: bool = True
+    """Write checkpoints in the background; training waits only while the state is copied."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
@@ -398,75 +438,89 @@ class TrainConfig:
 class PrecomputeConfig:
     """A job of precompute_latents.py, which encodes images to latents."""
 
-    # images: a folder with one subfolder per class, WebDataset tars with images and .cls members,
-    # or a folder that Hugging Face's library `datasets` saved with save_to_disk
     source: str | None = None
-    out: str | None = None  # output folder, for shards of latents and manifest.json
-    # packages of your own, whose classes a `_target_` may name; settable only on the command line
-    # or in the environment, never in a file, because importing a package runs its code
+    """Images: a folder with one subfolder per class, WebDataset tars with images and .cls
+    members, or a folder that Hugging Face's library `datasets` saved with save_to_disk."""
+    out: str | None = None
+    """Output folder, for shards of latents and manifest.json."""
+    ledger: LedgerLength = LedgerLength.short
+    """Which techniques the printed ledger shows, as for a training run."""
     extensions: list[str] = field(default_factory=list)
-    # given: the source gives the classes, by its subfolders, .cls members or label column; a
-    # number: the number of classes, for a source that does not name them; none: every label is 0
+    """Packages of your own, whose classes a `_target_` may name; settable only on the command
+    line or in the environment, never in a file, because importing a package runs its code."""
     classes: Any = "given"
-    # true: use the images of a truncated or damaged tar that come before the damage
+    """Where the classes come from; `given`: the source's subfolders, .cls members or label column;
+    a number: how many there are, for a source that does not name them; `none`: every label is
+    0."""
     allow_cut: bool = False
-    resolution: Positive = 256  # side, in pixels, of the square that images are cropped to
-    # colour behind transparent pixels: a name such as white, or #rrggbb, which needs both kinds of
-    # quotes: background="'#rrggbb'"
+    """Use the images of a truncated or damaged tar that come before the damage."""
+    resolution: Positive = 256
+    """Side, in pixels, of the square that images are cropped to."""
     background: str = "white"
-    # largest size of an image, in megapixels; the job skips larger images; to decode an image, a
-    # worker needs 7 to 20 bytes of memory per pixel
+    """Colour behind transparent pixels: a name such as white, or #rrggbb, which needs both kinds
+    of quotes: background="'#rrggbb'"."""
     max_megapixels: Above0 = 80.0
-    # mean_std: store mean and std of the encoder's posterior, from which training draws a sample in
-    # each step; sample: store one sample
+    """Largest size of an image, in megapixels; the job skips larger images; to decode an image, a
+    worker needs 7 to 20 bytes of memory per pixel."""
     kind: LatentKind = LatentKind.mean_std
+    """What is stored of the encoder's posterior; mean_std: mean and std, from which training draws
+    a sample in each step; sample: one sample."""
     dtype: LatentDtype = LatentDtype.float16
-    # true: encode each image's mirror image too, because mirroring a latent does not give the
-    # latent of the mirrored image
+    """Dtype of the stored latents."""
     flips: bool = False
-    # for a text_encoder: given: the captions are beside the images, in a .txt, .caption or .json of
-    # each or in metadata.jsonl, in members of the tars, or in a column of `datasets`; or a table by
-    # file name, .jsonl, .csv or COCO's .json; or a text file with a template on each line, such as
-    # "a photo of {}", in which the class's name replaces {}
+    """Encode each image's mirror image too; mirroring a latent does not give the latent of the
+    mirrored image."""
     captions: str = "given"
-    # each: each line of a text is a caption; whole: all of it is one; null: each line, but all of a
-    # text with an empty line between others, which separates paragraphs
+    """Where the captions come from, for a text_encoder; `given`: from a .txt, .caption or .json
+    beside each image, metadata.jsonl, members of the tars, or a column of `datasets`; or a table
+    by file name, .jsonl, .csv or COCO's .json; or a text file with a template on each line, such
+    as "a photo of {}", in which the class's name replaces {}."""
     caption_lines: CaptionLines | None = None
-    # what becomes of images without a caption: empty: they get the empty one; drop: they are left
-    # out; refuse: the job stops; null: empty for up to half of the images, else refuse
+    """What one caption is; each: a line of a text; whole: the text; null: each line, but all of a
+    text with an empty line between others, which separates paragraphs."""
     captions_missing: CaptionsMissing | None = None
-    max_captions: Positive = 8  # largest number of captions of an image; the rest is left out
-    # largest number of tokens that are stored of a caption; 0: only one vector for each caption
+    """What becomes of images without a caption; empty: they get the empty one; drop: they are left
+    out; refuse: the job stops; null: empty for up to half of the images, else refuse."""
+    max_captions: Positive = 8
+    """Largest number of captions of an image; the rest is left out."""
     text_tokens: Natural = 64
-    text_dtype: TextDtype = TextDtype.float16  # dtype of the stored tokens; int8 halves them
-    # images that are kept out of training, to measure eval_loss: a fraction below 1, a number, or
-    # another source, such as a folder validation/, whose classes have the same names
+    """Largest number of tokens that are stored of a caption; 0: only one vector for each
+    caption."""
+    text_dtype: TextDtype = TextDtype.float16
+    """Dtype of the stored tokens; int8 halves them."""
     held_out: Any = 0.02
-    # out of an earlier command: images and captions that it has encoded with the same settings are
-    # copied from there
+    """Images that are kept out of training, to measure eval_loss: a fraction below 1, a number,
+    or another source, such as a folder validation/, whose classes have the same names."""
     reuse: str | None = None
-    limit: Positive | None = None  # number of images to use, chosen by seed; null: all
-    # seed for the order of the images in the shards, and for the random samples that the job stores
-    # if kind=sample
+    """The `out` of an earlier command: images and captions that it has encoded with equal settings
+    are copied from there."""
+    limit: Positive | None = None
+    """Number of images to use, chosen by seed; null: all."""
     seed: Natural = 0
+    """Seed for the order of the images in the shards, and for the random samples that the job
+    stores if kind=sample."""
     batch_size: Positive = 32
-    num_workers: Natural = 2  # number of processes that decode images
-    shard_size: Positive = 2048  # number of images in each shard, which is a tar file
-    # number of samples in each block, which is a member of a shard's tar
+    """Images that are encoded at a time."""
+    num_workers: Natural = 2
+    """Number of processes that decode images."""
+    shard_size: Positive = 2048
+    """Number of images in each shard, which is a tar file."""
     block_size: Positive = 256
-    # i/n: encode only part i (0, 1, … n-1) of the shards, beside commands that encode the others
+    """Number of samples in each block, which is a member of a shard's tar."""
     part: str = "0/1"
-    # true: once all parts are there, check their shards and write manifest.json; needs only `out`
+    """Part of the shards to encode, i/n with i from 0 to n-1, beside commands that encode the
+    others."""
     finish: bool = False
-    # lowest PSNR, in dB, that the first images may have after encoding and decoding; the job stops
-    # if their PSNR is lower
+    """Once all parts are there, check their shards and write manifest.json; needs only `out`."""
     min_psnr: float = 20.0
-    # true: a resumed job writes the same bytes as one that was not interrupted; false: cuDNN may
-    # choose algorithms by their measured time, so the bytes may differ
+    """Lowest PSNR, in dB, that the first images may have after encoding and decoding; the job
+    stops if their PSNR is lower."""
     same_bytes: bool = True
-    # true: write no latents, but report which files the job reads, and forecast how many images,
-    # bytes and minutes the job needs
+    """Make a resumed job write the same bytes as one that was not interrupted; `false`: cuDNN may
+    choose algorithms by their measured time, so the bytes may differ."""
     dry_run: bool = False
+    """Write no latents, but report which files the job reads, and forecast how many images, bytes
+    and minutes the job needs."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     encoder: Any = None
     text_encoder: Any = None

@@ -6,134 +6,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from common.errors import UserError
 from common.files import ROOT
 
 CONF_FOLDER = ROOT / "conf"
-SPELLINGS = {
-    "data={}": "training.loader loader",
-    "data=resident data.path=<folder>: latents are made once by precompute_latents.py": (
-        "data.use_latent"
-    ),
-    "data=resident data.path={}": "data_path data_dir train_data_dir feature_path",
-    "accumulation_steps={}": (
-        "gradient_accumulation_steps grad_accum_steps training.gradient_accumulation_steps "
-        "accumulate_grad_batches"
-    ),
-    "runtime.precision={}": "use_amp amp mixed_precision precision training.mixed_precision",
-    "runtime.compile={}": "compile use_compile torch_compile",
-    "runtime.compile_mode={}": "torch_compile_mode compile_mode",
-    "runtime.compile_mode=max-autotune-no-cudagraphs runtime.cuda_graph=true, which replays the "
-    "whole step: Inductor's own graphs give wrong gradients with blocks and accumulation": (
-        "runtime.compile_mode=max-autotune"
-    ),
-    "runtime.gradient_checkpointing={}": (
-        "gradient_checkpointing use_checkpoint recompute activation_checkpointing"
-    ),
-    "runtime.checkpoint_policy={} runtime.gradient_checkpointing=true (off: false)": (
-        "ac_option selective_ac_option activation_checkpoint.selective_ac_option "
-        "activation_checkpoint.mode"
-    ),
-    "runtime.empty_cache_at_eval=true (before evaluations only, for it costs time)": (
-        "torch_empty_cache_steps"
-    ),
-    "runtime.cudnn_benchmark={}": "cudnn_benchmark benchmark",
-    "runtime.tf32={}": "allow_tf32 tf32",
-    "runtime.device={}": "device",
-    "epochs={}": "num_epochs num_train_epochs",
-    "total_samples=<steps times batch_size>": "steps max_steps max_train_steps",
-    "optim.lr={}": "lr learning_rate",
-    "optim.weight_decay={}": "weight_decay adam_weight_decay",
-    "batch_size={} (it is the global one)": "global_batch_size train_batch_size",
-    "batch_size=<theirs times GPUs> (it is the global one)": (
-        "per_device_train_batch_size local_batch_size"
-    ),
-    "max_grad_norm={}": "gradient_clip_val gradient_clipping grad_clip",
-    "schedule.kind={}": "lr_scheduler lr_scheduler_type",
-    "schedule.warmup_samples=<steps times batch_size>": "warmup_steps lr_warmup_steps",
-    "log_every={}": "logging_steps log_every_n_steps",
-    "eval_every={}": "eval_steps",
-    "keep_checkpoints={}": "save_total_limit checkpoints_total_limit",
-    "data.num_workers={}": "dataloader_num_workers",
-    "data.prefetch_factor={}": "dataloader_prefetch_factor prefetch_factor",
-    "data.pin_memory={}": "dataloader_pin_memory pin_memory",
-    "data.persistent_workers={}": "dataloader_persistent_workers persistent_workers",
-    "runtime.parallel.mode=ddp (off: none)": "ddp use_ddp runtime.ddp runtime.parallel.ddp",
-    "runtime.parallel.mode=fsdp (off: none)": (
-        "fsdp fsdp2 use_fsdp runtime.fsdp runtime.parallel.fsdp"
-    ),
-    "runtime.precision=bf16 (off: fp32)": "bf16 runtime.bf16",
-    "runtime.precision=fp16 (off: fp32)": "fp16 runtime.fp16",
-    "runtime.precision=fp8 (off: fp32)": "fp8 float8 use_fp8 runtime.fp8",
-    "seed={}": "global_seed",
-    "ema.half_life_samples=<n>": "ema_decay ema.decay",
-    "save_every={}": "ckpt_every checkpointing_steps save_steps",
-    "adapter=lora adapter.rank={} model=pretrained init_from=<weights>": "lora_rank lora_r",
-    "adapter.alpha={}": "lora_alpha",
-    "resume={}": "resume_from_checkpoint",
-    "run_dir={}": "output_dir results_dir",
-    "sampling.guidance={}": "cfg_scale guidance_scale",
-    "logger={}": "use_wandb report_to",
-}
-"""How to write a setting in fastlatent, with {} for the value -> keys of other trainers for this
-setting, separated by spaces. An entry key=value is for that key with that value only."""
-DRAWING_SPELLINGS = {
-    "guidance={}": "cfg_scale guidance_scale",
-    "steps={}": "num_sampling_steps num_inference_steps",
-    "count={}": "num_fid_samples num_samples",
-    "batch_size={}": "per_proc_batch_size",
-    "weights={}": "ckpt",
-    "seed={}": "global_seed",
-    "out={}": "sample_dir output_dir",
-}
-"""How to write a setting for fastlatent's commands that draw samples -> keys of other trainers for
-this setting, separated by spaces. {} stands for the value."""
-FLAG_SPELLINGS = {"false": "false 0 no off none null", "true": "*"}
-VALUE_SPELLINGS = {
-    "data": {
-        "webdataset": "webdataset wds streaming",
-        "digits": "digits",
-        "synthetic": "synthetic",
-        "resident": "*",
-    },
-    "runtime.precision": {
-        "fp16": "fp16 float16 half 16 16-mixed",
-        "fp8": "fp8 float8 8",
-        "fp32": "fp32 float32 full 32 no none false",
-        "bf16": "*",
-    },
-    "runtime.checkpoint_policy": {"blocks": "full true", "every_2": "2", "selective": "*"},
-    "runtime.compile_mode": {"max-autotune-no-cudagraphs runtime.cuda_graph=true": "max-autotune"},
-    "runtime.device": {"cuda": "cuda cuda:0 gpu", "cpu": "cpu", "auto": "*"},
-    "logger": {"none": "none null false no", "tensorboard": "tensorboard", "wandb": "*"},
-    "resume": {"auto": "latest true"},
-    **dict.fromkeys(
-        (
-            "runtime.compile",
-            "runtime.cudnn_benchmark",
-            "runtime.gradient_checkpointing",
-            "runtime.tf32",
-            "data.pin_memory",
-            "data.persistent_workers",
-        ),
-        FLAG_SPELLINGS,
-    ),
-}
-"""fastlatent's key -> one of its values -> other trainers' names for this value, separated by
-spaces; * matches every other name."""
-FOREIGN_KEYS = {key: spelling for spelling, keys in SPELLINGS.items() for key in keys.split()}
-"""Key of another trainer -> how to write the setting in fastlatent, with {} for the value."""
-FOREIGN_DRAWING_KEYS = {
-    key: spelling for spelling, keys in DRAWING_SPELLINGS.items() for key in keys.split()
-}
-"""Key of another sampling program -> how to write the setting for fastlatent's commands that draw
-samples, with {} for the value."""
+SPELLINGS_FILE = Path(__file__).with_name("spellings.yaml")
 NOT_A_FILE_NAME = re.compile(
     r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE
 )
@@ -170,11 +57,23 @@ NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 """Matches characters that Hydra accepts only in quotes."""
 
 
+@cache
+def read_spellings() -> dict[str, Any]:
+    return yaml.safe_load(SPELLINGS_FILE.read_text())
+
+
+def list_foreign(commands: str) -> dict[str, str]:
+    """Returns key of another trainer -> how to write the setting in fastlatent, with {} for the
+    value. `commands` is "training", or "drawing" for the commands that draw samples."""
+    table = read_spellings()[commands]
+    return {key: spelling for spelling, keys in table.items() for key in keys.split()}
+
+
 def fill_spelling(spelling: str, value: str) -> str:
-    """Returns `spelling`, a key of `SPELLINGS`, with {} replaced by `value`. If `VALUE_SPELLINGS`
-    lists the setting's key, the function first translates the value of the other trainer to that of
-    fastlatent, such as float32 to fp32."""
-    choices = VALUE_SPELLINGS.get(spelling.partition("=")[0], {})
+    """Returns `spelling`, a value of `list_foreign`, with {} replaced by `value`. If the file of
+    spellings lists values of the setting's key, first translates the other trainer's value to that
+    of fastlatent, such as float32 to fp32."""
+    choices = read_spellings()["values"].get(spelling.partition("=")[0], {})
     matches = (
         name for name, words in choices.items() if words == "*" or value.lower() in words.split()
     )
@@ -184,7 +83,8 @@ def fill_spelling(spelling: str, value: str) -> str:
 def refuse_words(words: list[str]) -> None:
     """Raises UserError for a word that is not of the form key=value, for a key of another trainer,
     and for a configuration group whose value names no file, such as model=null."""
-    refuse_form(words, FOREIGN_KEYS)
+    foreign = list_foreign("training")
+    refuse_form(words, foreign)
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
         # For a configuration group, such as model, refuse a value that Hydra parses as null, a
@@ -195,7 +95,7 @@ def refuse_words(words: list[str]) -> None:
             raise UserError(
                 f"{key}={value}: a run needs one; choose one of {', '.join(list_choices(key))}."
             )
-    refuse_foreign(words, FOREIGN_KEYS)
+    refuse_foreign(words, foreign)
 
 
 def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
@@ -226,12 +126,6 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
         if key.startswith("~") or (equals and name and key[0] not in " -" and key[-1] != " "):
             continue
 
-        # If the word before this one has an open bracket, the shell has split a list at a space.
-        if before.count("[") > before.count("]"):
-            key = before.partition("=")[0]
-            raise UserError(
-                f'{before} …: the list has spaces; quote the whole word for the shell: "{key}=[…]".'
-            )
         if not equals and behind and "=" not in behind and not behind.startswith("--"):
             word = f"{word} {behind}"
             value = behind
@@ -243,6 +137,13 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
             ours = fill_spelling(foreign[name], value or "true")
         is_key = re.fullmatch(r"[a-z_][\w.]+", name)
         remedy = f"write {ours}" if is_key else "`--help` lists the keys"
+
+        # A shell splits a value at its spaces, and then a word follows that is no key.
+        start, given, _ = before.partition("=")
+        no_key = not equals and not key.startswith("-") and not re.search("[._]", name)
+        if before.count("[") > before.count("]") or (given and no_key and name not in foreign):
+            also = f"; a key is written {ours}" if is_key else ""
+            remedy = f'quote a value with spaces for the shell, "{start}=…"{also}'
         raise UserError(f"{word}{fault}; {remedy}.")
 
 
@@ -296,8 +197,16 @@ def suggest_key(name: str, known: list[str]) -> str:
         return f"did you mean {OPEN_MAPPING}.{variable[0]}?"
     public = [key for key in known if not re.search(r"(^|\.)_", key)]
     nested = [key for key in public if key.endswith(f".{name}")]
-    close = nested or difflib.get_close_matches(name, public, n=1)
-    return f"did you mean {close[0]}?" if close else "`--help` lists all keys."
+    if nested:
+        return f"did you mean {nested[0]}?"
+    return ask_similar(name, public) or "`--help` lists all keys."
+
+
+def ask_similar(name: str, known: Iterable[str], count: int = 1) -> str:
+    """Returns the question whether the user means one of the at most `count` names in `known` that
+    are most similar to `name`; "" if none is similar."""
+    close = difflib.get_close_matches(name.lower(), list(known), n=count)
+    return f"did you mean {' or '.join(close)}?" if close else ""
 
 
 def list_choices(group: str) -> list[str]:

@@ -14,12 +14,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import IntEnum
 from types import FrameType
 from typing import Any
 
 from common.config.build import admit_extensions
-from common.config.compose import report_user_errors
+from common.config.compose import SCHEMAS, compose, list_groups, report_user_errors
+from common.config.help import format_help
 from common.config.words import quote, refuse_words, select_overrides
 from common.output import tolerate_broken_output
 
@@ -151,25 +153,19 @@ def end_if_in_group(ending: BaseException) -> None:
     os._exit(code)
 
 
-@contextmanager
-def resumable_command() -> Iterator[None]:
-    """Runs the `with` block of a command that, started again, continues where it stopped. For a
-    mistake of the user (exit code 1) and for Ctrl-C (exit code 130), prints one sentence instead of
-    a traceback."""
-    with exit_cleanly(), report_user_errors():
-        try:
-            yield
-        except KeyboardInterrupt:
-            print("\nstopped; the same command continues from here", file=sys.stderr)
-            sys.exit(130)
-
-
-def run_app(app: Callable[[], None], config_name: str = "train") -> None:
+def run_app(
+    app: Callable[[], None], config_name: str = "train", help_text: str | None = None
+) -> None:
     """Runs `app`, a `hydra.main` function of this `config_name`, as a command; prints one sentence
-    and exits with code 1 for a mistake of the user."""
+    and exits with code 1 for a mistake of the user. `--help` prints `help_text` and the keys."""
     # Make Hydra raise its errors, which `report_user_errors` turns into sentences.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with exit_cleanly(), report_user_errors(config_name):
+        if {"-h", "--help"} & {*sys.argv[1:]}:
+            defaults: Any = SCHEMAS[config_name]()
+            defaults = replace(defaults, runtime=compose([]).cfg.runtime)
+            print(format_help(help_text or "", defaults, list_groups(config_name)))
+            return
         refuse_words(select_overrides(sys.argv[1:]))
         sys.argv[1:] = map(quote, sys.argv[1:])
 

@@ -36,10 +36,11 @@ from common.config.compose import compose
 from common.config.schema import KERNEL_KEYS, TrainConfig
 from common.environment import CARDS
 from common.errors import UserError
+from common.text import format_table
 from models.denoiser import Denoiser
 from scripts.bench import TABLES, Figures, Words
 from scripts.bench.rows import format_entries
-from scripts.commands import format_table, split_words
+from scripts.commands import split_words
 from scripts.plan.counting import build_blank_model
 from training.inputs import foresee_latents
 

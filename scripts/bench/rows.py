@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from common.files import hash_content
+from common.text import format_table
 from scripts.bench import TABLES, Figures, Words
-from scripts.commands import format_table
 from scripts.timing import shows_no_difference
 
 UNITS = {"M": 1e6, "G": 1e9, "MiB": 2**20, "GiB": 2**30}

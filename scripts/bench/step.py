@@ -18,9 +18,9 @@ from accel.stack import AccelerationStack
 from common.config.schema import KERNEL_KEYS
 from common.environment import pick_device
 from common.files import make_folder
+from common.text import format_table
 from scripts.bench import BenchConfig, Case, Figures, Words
 from scripts.capabilities import measure_rates
-from scripts.commands import format_table
 from scripts.timing import MemoryPeak, measure_seconds, summarise, synchronise, time_in_turn
 from training.assemble import assemble
 from training.weights.first_weights import compose_pretrained

@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.compose import refuse_no_weights
+from common.config.paths import refuse_no_weights
 from common.config.schema import RuntimeConfig
 from common.errors import UserError
 from sampling.draw import ModelConfig

@@ -37,7 +37,6 @@ def main(words: list[str]) -> None:
     # Import the commands only here, so that --help does not wait for torch.
     from scripts.plan import largest, report
 
-    words = ["json=true" if word == "--json" else word for word in words]
     command, *rest = words
     if "=" in command:
         print(report.plan(*split_words(report.PlanConfig, words, __doc__ or "")))

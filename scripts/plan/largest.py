@@ -22,8 +22,7 @@ from common.config.schema import Positive, refuse_values
 from common.environment import Card, find_card
 from common.errors import UserError
 from common.memory import GIB
-from common.text import shorten_error
-from scripts.commands import format_table
+from common.text import format_table, shorten_error
 from scripts.plan.changes import find_largest
 from scripts.plan.memory import Forecast, forecast
 from scripts.plan.question import make_question

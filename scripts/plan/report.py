@@ -29,8 +29,7 @@ from common.environment import (
 from common.errors import UserError
 from common.files import read_object
 from common.memory import GIB
-from common.text import is_figure
-from scripts.commands import format_table
+from common.text import format_table, is_figure
 from scripts.plan.changes import (
     count_savings,
     find_cheapest_change,

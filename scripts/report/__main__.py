@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.config.compose import refuse_missing
+from common.config.paths import refuse_missing
 from common.errors import UserError
 from scripts.commands import run_command
 

@@ -248,5 +248,5 @@ def test_the_ledgers_table_marks_what_is_missing_and_its_line_says_what_is_on():
     lines = ledger.format_table().splitlines()
     marked = [line.split()[1] for line in lines if line.startswith("!")]
     assert marked == ["compile", "precision"]
-    expected = "compile=false fused_adamw=true amp=true amp_dtype=bf16 tf32=unused trials=a=1,b=2"
+    expected = "compile=false fused_adamw=true amp=true amp_dtype=bf16 trials=a=1,b=2"
     assert ledger.format_line() == f"Acceleration: {expected}"

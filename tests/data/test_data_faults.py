@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from common.config.build import build
-from common.config.compose import compose, refuse_no_weights
+from common.config.compose import compose
+from common.config.paths import refuse_no_weights
 from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.streamed import StreamDataset

@@ -2,14 +2,9 @@
 
 import json
 
-import torch
 from PIL import Image
 
-from data.manifest import read_manifest
-from data.source import open_source
-from models.autoencoders import DiffusersAutoencoder
-from scripts.verify_latents import VerifyConfig, read_first_latents, read_originals, verify
-from tests.harness.refusals import expect_refusal
+from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.sets import edit_manifest, flip_byte
 
 
@@ -17,20 +12,13 @@ def find_problems(folder, **settings):
     return verify(VerifyConfig(path=str(folder), **{"count": 0} | settings))  # pyright: ignore[reportArgumentType]
 
 
-def test_decoded_latents_stand_beside_their_originals(encoded, photos, vae, tmp_path, capsys):
+def test_a_grid_of_the_first_latents_is_decoded(encoded, tmp_path, capsys):
     out = tmp_path / "grid.png"
     folder = encoded("flips=true", "limit=15")
-    assert find_problems(folder, count=3, source=str(photos), out=str(out)) == []
+    assert find_problems(folder, count=3, out=str(out)) == []
     assert "12 training and 3 held-out latents of 2×8×8 in float16" in capsys.readouterr().out
     with Image.open(out) as grid:
-        assert grid.width == 6 * grid.height  # three pairs in a row
-    source = open_source(folder)
-    manifest = read_manifest(source)
-    originals = read_originals(str(photos), source, manifest, 3)
-    with torch.no_grad():
-        mean, _ = DiffusersAutoencoder(str(vae)).encode(originals)
-    latents = read_first_latents(source, manifest, 3)
-    torch.testing.assert_close(mean, latents.float(), rtol=0.0, atol=2e-2)
+        assert grid.width == 3 * grid.height
 
 
 def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(done, tmp_path, monkeypatch):
@@ -40,13 +28,6 @@ def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(done, tmp_path, 
     assert find_problems(folder, count=2) == []
     assert (folder / "latents_check.png").is_file()
     assert list((tmp_path / "here").iterdir()) == []
-
-
-def test_other_images_are_refused(encoded, tmp_path):
-    (tmp_path / "cat").mkdir()
-    Image.new("RGB", (20, 20)).save(tmp_path / "cat" / "0.png")
-    with expect_refusal("is not what .* was made of"):
-        find_problems(encoded(), count=3, source=str(tmp_path), out=str(tmp_path / "x.png"))
 
 
 def test_each_problem_is_said(done):
@@ -76,5 +57,5 @@ def test_wrong_statistics_and_labels_are_said(done):
 
 
 def test_a_set_without_a_path_is_asked_for():
-    with expect_refusal("path is not set; say which latent set"):
+    with expect_refusal("path is not set; say path=<folder or URL"):
         verify(VerifyConfig())

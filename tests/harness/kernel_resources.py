@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.config.compose import parse_words, report_user_errors
-from scripts.commands import format_rows, format_table
+from common.text import format_table
+from scripts.commands import format_rows
 from tests.harness.kernel_cases import Case, cases
 
 SHARED_MEMORY_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

@@ -11,12 +11,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from accel.stack import TECHNIQUES
 from common.files import ROOT
+from common.text import format_table
 from models.mixers.attention import Attention
 from scripts.bench import TABLES, publish
 from scripts.bench.cases import hash_code
 from scripts.bench.publish import PLACES, Page, make_tables
 from scripts.bench.rows import Result, add_remarks, format_entries
-from scripts.commands import format_table
 
 GPU = {
     "hardware": "NVIDIA H100 80GB HBM3",

@@ -196,7 +196,7 @@ def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path):
 
 def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
     words = [*TINY_MODEL, "runtime=eager", "runtime.fused_scan=auto"]
-    assert doctor.main(["--json", "--kernels", *words]) == 0
+    doctor.diagnose(doctor.DoctorConfig(kernels=True, json=True), words)
     notes = {row["words"]: row["note"] for row in json.loads(capsys.readouterr().out)["kernels"]}
     assert "0.41 ms a block against 2.9 ms" in notes["fused_scan=true"]
     assert "fused_conv=false" in notes
