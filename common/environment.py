@@ -1,16 +1,5 @@
 """Describes the machine of a run (its device, rates of its GPU, versions, the code's commit), and
-prepares the process and the folder of a run.
-
-The rates of GPUs are from the vendors' data sheets: FLOP/s of dense 16-bit matrix products (no
-sparsity), memory, links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a100,l40s,a40},
-.../products/a10-gpu; for the RTX 5090, 4090 and 3090 the white papers of the Blackwell, Ada and
-Ampere architectures, with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus.
-Memory is in GiB as drivers report it, rounded down. Bandwidths between GPUs are those that
-collectives reach. For Hopper the values are from the table in torch/_inductor/comm_analysis.py
-(PyTorch 2.13): 370 of NVLink's 450 GB/s in one direction. For A100 (300 GB/s) and B200 (900 GB/s)
-NVLink's rate is multiplied by the same 370/450; A100 has InfiniBand of 200 Gb/s. For GPUs without
-NVLink the values are rough rates of PCIe.
-"""
+prepares the process and the folder of a run."""
 
 from __future__ import annotations
 
@@ -27,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 
 from common.config.schema import TrainConfig
 from common.config.secrets import redact_words
@@ -61,22 +51,12 @@ class Card(NamedTuple):
     """Compute capability; (0, 0) for a GPU model that is not in `CARDS`."""
 
 
+CARDS_FILE = Path(__file__).with_name("cards.yaml")
 CARDS = {
-    "h200": Card("H200", 989e12, 139 * GIB, (9, 0)),
-    "h100": Card("H100", 989e12, 79 * GIB, (9, 0)),
-    "h100_pcie": Card("H100 PCIe", 756e12, 79 * GIB, (9, 0)),
-    "a100": Card("A100", 312e12, 79 * GIB, (8, 0)),
-    "a100_40": Card("A100-SXM4-40GB", 312e12, 39 * GIB, (8, 0)),
-    "a100_pcie": Card("A100 80GB PCIe", 312e12, 79 * GIB, (8, 0)),
-    "a100_pcie_40": Card("A100-PCIE-40GB", 312e12, 39 * GIB, (8, 0)),
-    "l40s": Card("L40S", 362e12, 44 * GIB, (8, 9)),
-    "a40": Card("A40", 149.7e12, 44 * GIB, (8, 6)),
-    "a10": Card("A10", 125e12, 22 * GIB, (8, 6)),
-    "b200": Card("B200", 2250e12, 178 * GIB, (10, 0)),
-    "rtx5090": Card("RTX 5090", 209.5e12, 31 * GIB, (12, 0)),
-    "rtx4090": Card("RTX 4090", 165.2e12, 23 * GIB, (8, 9)),
-    "rtx3090": Card("RTX 3090", 71e12, 23 * GIB, (8, 6)),
+    key: Card(row["name"], 1e12 * row["tflops"], GIB * row["gib"], tuple(row["capability"]))
+    for key, row in yaml.safe_load(CARDS_FILE.read_text()).items()
 }
+"""Short name of a GPU model, such as h100 -> its rate and memory."""
 
 
 def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:

@@ -17,11 +17,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 from torch import Tensor
 
+from common.config.paths import refuse_missing
+from common.config.schema import refuse_unset, refuse_values
 from common.errors import UserError
+from common.output import Progress
 from scripts.commands import run_command
 from training.checkpoint.files import METADATA_KEY
 from training.checkpoint.snapshots import Snapshot, list_snapshots, write_average
@@ -41,7 +46,10 @@ class AverageConfig:
     """Keys of the command: the run, and the average to make."""
 
     run_dir: str | None = None
-    length: float | None = None
+    """Folder of the run, which has snapshots."""
+    length: Annotated[float, Ge(0.03), Le(0.2)] | None = None
+    """Length of the average: the standard deviation of its weights over training, as a fraction of
+    the samples seen."""
     samples: int | None = None
     """Number of training samples at the end of the average; null: those of the last snapshot."""
     out: str | None = None
@@ -76,13 +84,11 @@ def fit_profile(snapshots: Sequence[Snapshot], wanted: Snapshot) -> tuple[np.nda
 def average(cfg: AverageConfig) -> Path:
     """Writes the average that `cfg` describes, and returns the path of the file. Raises UserError
     if a key is missing or out of range, or if the run's snapshots do not suffice."""
-    if cfg.run_dir is None or cfg.length is None:
-        raise UserError("run_dir or length is not set; say run_dir=runs/<name> length=0.08.")
-    if not 0.03 <= cfg.length <= 0.20:
-        raise UserError(
-            f"length={cfg.length} must be from 0.03 to 0.20; snapshots of the lengths "
-            f"{LENGTHS} do not add up to an average much shorter or longer."
-        )
+    refuse_unset(cfg, {"run_dir": "runs/<name>", "length": "0.08"})
+    refuse_values(cfg)
+    refuse_missing("run_dir", cfg.run_dir, "name the run_dir of a run")
+    assert cfg.run_dir
+    assert cfg.length
 
     # Select the snapshots up to the end of the average.
     run = Path(cfg.run_dir).expanduser()
@@ -111,9 +117,12 @@ def average(cfg: AverageConfig) -> Path:
 
     # Sum the snapshots, each times its number, in fp64; memory holds one snapshot at a time.
     sums: dict[str, Tensor] = {}
+    progress = Progress(len(snapshots), "snapshots", lasting=False)
     for snapshot, number in zip(snapshots, numbers.tolist(), strict=True):
         for name, tensor in read_tensors(snapshot.file).items():
             sums[name] = sums.get(name, 0.0) + number * tensor.double()
+        progress.advance(1)
+    progress.close()
     tensors = {name: total.float() for name, total in sums.items()}
     if not all(total.isfinite().all() for total in tensors.values()):
         raise UserError(f"run_dir={cfg.run_dir}: the sum of its snapshots is not finite.")

@@ -31,7 +31,7 @@ from accel.ledger import NO_GPU
 from common.config.compose import compose
 from common.errors import UserError
 from common.files import ROOT
-from common.text import format_table, shorten_error
+from common.text import format_table
 from scripts.commands import run_command
 
 if TYPE_CHECKING:
@@ -189,30 +189,24 @@ def try_kernels(words: list[str]) -> list[dict[str, Any]]:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Describes hardware and drivers, from PyTorch, Triton and nvidia-smi."""
+    """Describes hardware and drivers, by PyTorch and nvidia-smi."""
     import torch
     from torch.utils import collect_env
 
     from accel.techniques.compilation import find_cxx_compiler
 
-    instructions = {
-        "AVX2": torch.cpu._is_avx2_supported(),
-        "AVX512": torch.cpu._is_avx512_supported(),
-        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
-        "AMX": torch.cpu._is_amx_tile_supported(),
-        "AMX-FP16": torch.cpu._is_amx_fp16_supported(),
-    }
+    known = sorted(torch.cpu.get_capabilities().items())
+    vectors = [name for name, has in known if has is True and name[:3] in ("avx", "amx", "sve")]
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_threads": torch.get_num_threads(),
-        "cpu_instructions": [name for name, has in instructions.items() if has],
+        "cpu_instructions": vectors,
         "cxx_compiler": find_cxx_compiler(),
         "torch_built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
         "gpu": None,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        index = torch.cuda.current_device() if device.index is None else device.index
         facts |= {
             "driver": collect_env.get_nvidia_driver_version(collect_env.run),
             "gpu": properties.name,
@@ -220,39 +214,18 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "cudnn": torch.backends.cudnn.version(),
-            **read_limits(properties, index),
+            "multiprocessors": properties.multi_processor_count,
+            "registers_a_multiprocessor": properties.regs_per_multiprocessor,
+            "shared_memory_kib_a_block": properties.shared_memory_per_block_optin / 2**10,
+            "l2_mib": properties.L2_cache_size / 2**20,
+            "sm_clock_peak_mhz": properties.clock_rate / 1000,
+            "memory_clock_peak_mhz": properties.memory_clock_rate / 1000,
             **read_clocks(f"GPU-{properties.uuid}"),
         }
         return facts
     unseen = "CUDA and sees no GPU: no driver, or none is visible"
     why = unseen if torch.version.cuda else "the CPU only"
     return facts | {"gpu_missing_because": f"this PyTorch is built for {why}"}
-
-
-def read_limits(properties: Any, index: int) -> dict[str, Any]:
-    """Reads from PyTorch and from Triton's driver the resources of GPU `index` that one kernel can
-    use, and the chip's peak clocks. Triton's compiler relies on the figures of Triton's driver; if
-    that driver cannot be loaded, these figures are "unknown", with the reason."""
-    limits: dict[str, Any] = {
-        "multiprocessors": properties.multi_processor_count,
-        "registers_a_multiprocessor": properties.regs_per_multiprocessor,
-        "l2_mib": properties.L2_cache_size / 2**20,
-    }
-    triton_limits = {
-        "shared_memory_kib_a_block": ("max_shared_mem", 2**10),
-        "registers_a_block": ("max_num_regs", 1),
-        "sm_clock_peak_mhz": ("sm_clock_rate", 1000),
-        "memory_clock_peak_mhz": ("mem_clock_rate", 1000),
-    }
-    try:
-        from triton.runtime import driver
-
-        facts = driver.active.utils.get_device_properties(index)  # pyright: ignore[reportAttributeAccessIssue]
-        return limits | {name: facts[key] / unit for name, (key, unit) in triton_limits.items()}
-    except Exception as error:
-        # Triton or a C compiler for its driver is missing, or the GPU's driver is too old: return
-        # Triton's figures as "unknown".
-        return limits | dict.fromkeys(triton_limits, f"{UNKNOWN}: {shorten_error(error)}")
 
 
 def read_clocks(gpu: str) -> dict[str, Any]:

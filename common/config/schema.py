@@ -269,7 +269,7 @@ class SamplingConfig:
     shift: Above0 = 1.0
     """Shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t =
     1, the noise; 1: equally long steps."""
-    per_class: Positive = 20
+    per_class: Positive = 10
     """Samples to draw per class; also the number of columns of a sample grid in training."""
 
     def check(self, prefix: str = "sampling.") -> None:
@@ -560,10 +560,10 @@ class PrecomputeConfig:
 
 
 BOUND_TEXTS = {
-    "greater_than_equal": "at least {ge:.0f}",
-    "greater_than": "above {gt:.0f}",
-    "less_than_equal": "at most {le:.0f}",
-    "less_than": "below {lt:.0f}",
+    "greater_than_equal": "at least {ge:.15g}",
+    "greater_than": "above {gt:.15g}",
+    "less_than_equal": "at most {le:.15g}",
+    "less_than": "below {lt:.15g}",
     "missing": "longer",
     "too_long": "shorter",
 }

@@ -4,11 +4,9 @@ import json
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from triton.runtime import driver
 
 from accel.stack import TECHNIQUES
 from accel.techniques.precision import Precision
@@ -49,15 +47,6 @@ def test_a_techniques_examples_are_all_the_ways_that_the_configuration_knows_to_
 
 
 GPU = torch.device("cuda", 1)
-H200 = {
-    "max_shared_mem": 232448,
-    "max_num_regs": 65536,
-    "sm_clock_rate": 1980000,
-    "mem_clock_rate": 3201000,
-}
-"""Properties that Triton's driver returns, by backends/nvidia/driver.c of 3.6 and of 3.7.1."""
-
-
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
     major=9,
@@ -66,11 +55,13 @@ PROPERTIES = SimpleNamespace(
     multi_processor_count=132,
     L2_cache_size=50 * 2**20,
     regs_per_multiprocessor=65536,
+    shared_memory_per_block_optin=232448,
+    clock_rate=1980000,
+    memory_clock_rate=3201000,
     uuid="1b2c",
 )
 EXPECTED = {
     "shared_memory_kib_a_block": 227.0,
-    "registers_a_block": 65536,
     "l2_mib": 50.0,
     "sm_clock_peak_mhz": 1980.0,
     "memory_clock_peak_mhz": 3201.0,
@@ -85,8 +76,6 @@ def plant(monkeypatch, tmp_path):
     """`plant(script)` pretends a GPU whose nvidia-smi is that shell script."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    utils = SimpleNamespace(get_device_properties={1: H200}.__getitem__)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def write(script):
@@ -117,16 +106,6 @@ def test_an_nvidia_smi_that_is_absent_or_fails_or_hangs_leaves_clocks_unknown(
     assert doctor.read_clocks("GPU-1b2c") == unknown
     plant(smi)
     assert doctor.read_clocks("GPU-1b2c") == unknown
-
-
-@pytest.mark.usefixtures("plant")
-def test_limits_that_triton_cannot_tell_are_unknown_with_the_reason(monkeypatch):
-    error = RuntimeError("Failed to find C compiler.")
-    utils = SimpleNamespace(get_device_properties=Mock(side_effect=error))
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
-    findings = doctor.read_limits(PROPERTIES, 1)
-    assert findings["shared_memory_kib_a_block"] == "unknown: Failed to find C compiler."
-    assert findings["l2_mib"] == 50.0
 
 
 def test_rates_are_measured():
