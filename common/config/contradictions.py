@@ -1,14 +1,18 @@
 """Refuses runtime keys that contradict each other on every machine. This file must not import
 torch, so that `--help` stays quick.
 
-`runtime` is the `RuntimeConfig` of common/config/schema.py, which calls this file. A rule about a
-key that `RuntimeConfig` lacks never applies, so removing a technique needs no change here.
+`runtime` is the `RuntimeConfig` of common/config/schema.py, which calls this file. The rules are in
+contradictions.yaml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from common.errors import UserError
 
@@ -17,91 +21,18 @@ DEVICE_OPTIMIZERS = (None, "torch.optim.Adam", "torch.optim.AdamW")
 the flag is set; other optimizers need a decision on the host. None: the calling code names no
 optimizer."""
 SHARDED_MODES = ("fsdp", "hsdp")
-MODE_TEXT = "runtime.parallel.mode={mode}"
-Rule = tuple[Mapping[str, Any], str]
-"""A rule about runtime keys, as a pair. First a mapping: key -> the value, or a tuple of values,
-with which the key meets the rule's condition. Second the message for the user if all keys meet
-their conditions."""
+RULES = Path(__file__).with_name("contradictions.yaml")
 
-REDUCE_OVERHEAD_TEXT = (
-    "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
-    "compiled one by one, and cannot be captured; use runtime.compile_scope=model "
-    "accumulation_steps=1 runtime.cuda_graph=false, or runtime.cuda_graph=true "
-    "runtime.compile_mode=default, which works with all of them."
-)
-REDUCES_OVERHEAD = {"compile": True, "compile_mode": "reduce-overhead"}
-CONTRADICTIONS: tuple[Rule, ...] = (
-    (
-        {"tune": True, "deterministic": True},
-        "runtime.tune=true chooses techniques by their time, so runs differ; write the choice down "
-        "with `python -m scripts.plan tune` and use runtime=tuned with deterministic=true.",
-    ),
-    (
-        {"tune": True, "mode": SHARDED_MODES},
-        f"runtime.tune=true contradicts {MODE_TEXT}: it measures in one process, which holds the "
-        "whole model; use runtime.parallel.mode=ddp, or runtime=production.",
-    ),
-    (REDUCES_OVERHEAD | {"cuda_graph": True}, REDUCE_OVERHEAD_TEXT),
-    (REDUCES_OVERHEAD | {"accumulates": True}, REDUCE_OVERHEAD_TEXT),
-    (REDUCES_OVERHEAD | {"compile_scope": "blocks"}, REDUCE_OVERHEAD_TEXT),
-    (
-        {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", "deterministic": True},
-        "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so runs "
-        "differ; use runtime.compile_mode=default with deterministic=true.",
-    ),
-    (
-        {"mode": SHARDED_MODES, "compile": True, "compile_scope": "model"},
-        f"runtime.compile_scope=model contradicts {MODE_TEXT}, which gathers parameters block by "
-        "block; use runtime.compile_scope=blocks.",
-    ),
-    (
-        {"mode": SHARDED_MODES, "needs_whole": True},
-        f"optim._target_={{optimizer}} contradicts {MODE_TEXT}, which shards the optimizer's state "
-        "like the parameters; use optim=adamw, or runtime.parallel.mode=ddp.",
-    ),
-    (
-        {"mode": SHARDED_MODES, "weights": "bf16"},
-        f"runtime.weights=bf16 contradicts {MODE_TEXT}, which shards parameters of one dtype only; "
-        "use runtime.parallel.mode=ddp, or runtime.weights=fp32.",
-    ),
-    (
-        {"mode": SHARDED_MODES, "offload_optimizer": True},
-        f"runtime.offload_optimizer=true contradicts {MODE_TEXT}, which has its own offload; "
-        "use runtime.parallel.cpu_offload=true.",
-    ),
-    (
-        {
-            "offload_activations": True,
-            "gradient_checkpointing": True,
-            "checkpoint_policy": "selective",
-        },
-        "runtime.offload_activations=true cannot move the results that "
-        "runtime.checkpoint_policy=selective keeps; use runtime.checkpoint_policy=blocks.",
-    ),
-    (
-        {"cuda_graph": True, "mode": ("ddp", *SHARDED_MODES)},
-        f"runtime.cuda_graph=true was never tried with {MODE_TEXT}; use runtime=production.",
-    ),
-    *(
-        (
-            {"cuda_graph": True, key: True},
-            f"runtime.{key}=true copies to the host in every step, which was never tried in a "
-            "captured one; use runtime.cuda_graph=false.",
-        )
-        for key in ("offload_optimizer", "offload_activations")
-    ),
-    (
-        {"cuda_graph": True, "decides_on_device": False},
-        "runtime.cuda_graph=true needs an optimizer that decides on the device, and {optimizer} "
-        "decides on the host; use optim=adamw, or runtime.cuda_graph=false.",
-    ),
-)
+
+@cache
+def read_rules() -> list[dict[str, Any]]:
+    return yaml.safe_load(RULES.read_text())
 
 
 def check_contradictions(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
-    """Raises UserError for the first rule in `CONTRADICTIONS` whose conditions all hold, or if
+    """Raises UserError for the first rule of `RULES` whose conditions all hold, or if
     `tune_seconds` is not below `timeout_minutes`, the time for which other processes wait.
     `optimizer` is the `_target_` of the optimizer, or None."""
     values = runtime.values() | {
@@ -113,14 +44,13 @@ def check_contradictions(
         ),
         "decides_on_device": optimizer in DEVICE_OPTIMIZERS,
     }
-    for conditions, sentence in CONTRADICTIONS:
-        # Refuse the keys if all conditions of a rule hold. For a key that does not exist
-        # `values.get` returns None, which no rule expects, so such a rule never applies.
+    for rule in read_rules():
+        # For a key that does not exist `values.get` returns None, which no rule expects.
         if all(
-            values.get(key) in (expected if isinstance(expected, tuple) else (expected,))
-            for key, expected in conditions.items()
+            values.get(key) in (expected if isinstance(expected, list) else (expected,))
+            for key, expected in rule["if"].items()
         ):
-            raise UserError(sentence.format(**values))
+            raise UserError(rule["say"].format(**values))
     if runtime.tune and runtime.tune_seconds >= 60 * runtime.parallel.timeout_minutes:
         raise UserError(
             f"runtime.tune_seconds={runtime.tune_seconds} must be below the "
