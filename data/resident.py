@@ -260,7 +260,7 @@ class ResidentLatents(InMemoryLatents):
         elif storage == "int8":
             raise UserError(
                 f"data.storage=int8: {format_gib(sample_bytes * train.count)} do not fit into the "
-                f"{format_gib(allowed)} allowed; use storage=native, which takes a chunk at a "
+                f"{format_gib(allowed)} allowed; use data.storage=native, which takes a chunk at a "
                 "time, or raise data.device_memory_gib."
             )
         else:

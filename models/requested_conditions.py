@@ -33,7 +33,7 @@ def pair_conditions(
     if not fits:
         raise UserError(
             f"labels ({len(labels)}) and prompts ({len(prompts)}): this model was trained with "
-            f"conditioning={conditioning}, which needs {needs}; give only these."
+            f"model.conditioning={conditioning}, which needs {needs}; give only these."
         )
     encodable = [prompt.encode(errors="replace").decode() for prompt in prompts]
     return labels or [0] * len(prompts), encodable

@@ -20,7 +20,6 @@ DEVICE_OPTIMIZERS = (None, "torch.optim.Adam", "torch.optim.AdamW")
 """`_target_` of each optimizer whose fused step reads a flag on the device and skips the update if
 the flag is set; other optimizers need a decision on the host. None: the calling code names no
 optimizer."""
-SHARDED_MODES = ("fsdp", "hsdp")
 RULES = Path(__file__).with_name("contradictions.yaml")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from common.config.contradictions import SHARDED_MODES, check_contradictions, check_nccl, is_colour
+from common.config.contradictions import check_contradictions, check_nccl, is_colour
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,17 +79,12 @@ class ParallelConfig:
     """NCCL's environment variables, such as {NCCL_DEBUG: INFO}."""
 
     def check(self) -> None:
-        """Raises UserError for options that contradict the mode, and for NCCL variables that a
+        """Raises UserError for a shard degree without hsdp, and for NCCL variables that a
         configuration must not set."""
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
             raise UserError(
-                f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out "
-                f"with mode={self.mode}."
-            )
-        if self.cpu_offload and self.mode not in SHARDED_MODES:
-            raise UserError(
-                "runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with "
-                f"mode={self.mode}."
+                f"runtime.parallel.shard_degree={self.shard_degree} is for hsdp; leave it out "
+                f"with runtime.parallel.mode={self.mode}."
             )
         check_nccl(self.nccl)
 

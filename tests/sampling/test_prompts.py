@@ -137,7 +137,7 @@ def test_refusals(captioned_run, trained, tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n")
     needs = "which needs (prompts|a label for each prompt)"
     for run, word, sentence in (
-        (trained, "prompt=one", "with conditioning=class, which needs labels"),
+        (trained, "prompt=one", "with model.conditioning=class, which needs labels"),
         (trained, "prompts=train", "prompts=train does not go with a model of classes"),
         (captioned_run, "prompts=absent.txt", "must be held_out, train, or a text file in UTF-8"),
         (captioned_run, f"prompts={tmp_path}/empty.txt", "has no prompt; write one on each line"),
@@ -228,7 +228,7 @@ def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
     with pytest.raises(ValueError, match=r"must be texts|a label for each prompt"):
         pipe([3, 4], **options)
     for wrong, given in (([], None), ([0, 1, 2], prompts)):
-        with pytest.raises(ValueError, match=r"with conditioning=.*text, which needs"):
+        with pytest.raises(ValueError, match=r"with model.conditioning=.*text, which needs"):
             pipe(wrong, prompt=given, **options)
     pipe.transformer.config.text["encoder_sha256"] = "0" * 64
     del pipe.text_encoder
