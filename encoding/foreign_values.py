@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from common.errors import UserError
+from encoding.foreign import ForeignLatents
+
+CHUNK_SAMPLES = 256
+"""Number of samples that an import reads and writes together."""
+
+
+def read_chunks(foreign: ForeignLatents, classes: int) -> Iterator[dict[str, Any]]:
+    """Yields chunks of n ≤ `CHUNK_SAMPLES` samples, each a dict: `latents` (n, C, H, W) and, if the
+    source has latents of mirrored images, `mirrored` (n, C, H, W), both in fp32; `labels` (n,),
+    below `classes`, or all 0 if `classes` is 0; and `places`, n texts that say where the samples
+    lie.
+
+    Raises a UserError that names the first sample whose label is no class index, or whose latents
+    are not finite floating-point numbers of the same shape as in the samples before.
+    """
+    samples = convert_samples(foreign, classes)
+    while group := list(islice(samples, CHUNK_SAMPLES)):
+        yield default_collate(group)
+
+
+def convert_samples(foreign: ForeignLatents, classes: int) -> Iterator[dict[str, Any]]:
+    """Yields the samples of `read_chunks`."""
+    first = None
+    for where, parts in foreign.samples():
+        sample = {n: convert_latents(v, where) for n, v in parts.items() if n != "labels"}
+        shapes = " and ".join(f"{n} of shape {tuple(t.shape)}" for n, t in sample.items())
+        first = first or shapes
+        if shapes != first:
+            raise UserError(
+                f"{where} has {shapes}, and the first sample {first}; all samples of a set have "
+                "the same shape, so import each shape as a separate set."
+            )
+        label = parse_class_index(parts.get("labels"), classes, where) if classes else 0
+        yield sample | {"labels": label, "places": where}
 
 
 def parse_class_index(label: Any, limit: int, where: str) -> int:
@@ -46,7 +83,7 @@ def convert_latents(values: Any, where: str) -> Tensor:
             f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
             "numbers; save them as float32."
         )
-    latents = (values[0] if values.ndim == 4 and len(values) == 1 else values).double()
+    latents = (values[0] if values.ndim == 4 and len(values) == 1 else values).detach().double()
     if latents.ndim != 3 or not latents.numel():
         raise UserError(
             f"{where} has the shape {tuple(values.shape)}, and a sample's latents have (C, H, W)."

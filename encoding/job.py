@@ -276,18 +276,23 @@ def describe_autoencoder(autoencoder: Autoencoder, encoder: dict[str, Any]) -> d
     }
 
 
-def describe_shards(shards: list[Shard], sums: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of the manifest that describe the shards and the statistics of the
-    channels, by name. `sums` has `ChannelSums.as_dict()` of each training shard."""
+def save_manifest(
+    out: Path, fields: dict[str, Any], shards: list[Shard], sums: list[dict[str, Any]]
+) -> Manifest:
+    """Writes `manifest.json` and returns it: `fields` of it, and those that describe the shards and
+    the statistics of the channels. `sums` has `ChannelSums.as_dict()` of each training shard."""
     mean, std = compute_channel_statistics(sums)
-    return {
-        "channels": len(mean),
-        "mean": mean,
-        "std": std,
-        "count": sum(shard.count for shard in shards if shard.split == "train"),
-        "held_out": sum(shard.count for shard in shards if shard.split == "held_out"),
-        "shards": shards,
-    }
+    manifest = Manifest(
+        **fields,
+        channels=len(mean),
+        mean=mean,
+        std=std,
+        count=sum(shard.count for shard in shards if shard.split == "train"),
+        held_out=sum(shard.count for shard in shards if shard.split == "held_out"),
+        shards=shards,
+    )
+    manifest.write(out)
+    return manifest
 
 
 def write_manifest(out: Path) -> Manifest:
@@ -305,12 +310,10 @@ def write_manifest(out: Path) -> Manifest:
             f"{skipped[0]}; repair or replace some."
         )
 
-    fields = job["manifest"] | describe_shards(shards, sums) | {"skipped": skipped}
+    fields = job["manifest"] | {"skipped": skipped}
     if fields["text"] is not None:
         fields["text"] = TextSpec(**fields["text"])
-    manifest = Manifest(**fields)
-    manifest.write(out)
-    return manifest
+    return save_manifest(out, fields, shards, sums)
 
 
 def finish_job(out: Path) -> Manifest:

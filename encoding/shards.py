@@ -179,6 +179,37 @@ class ShardWriter:
         return Shard(self.file.name, self.split, count, size, digest, self.blocks)
 
 
+class ScatteredShards(contextlib.ExitStack):
+    """Writes samples to the shards of a folder, all of which are open at once: sample i to shard
+    number `target[i]`. Shard 0 is the held-out one, whose channels `sums` leaves out."""
+
+    def __init__(self, out: Path, target: Tensor, block_size: int) -> None:
+        super().__init__()
+        self.target = target
+        self.count = 0
+        self.sums = ChannelSums()
+        self.writers: dict[int, ShardWriter] = {}
+        for number in target.unique().tolist():
+            split = "train" if number else "held_out"
+            file = out / f"{split}-{max(0, number - 1):05d}.tar"
+            self.writers[number] = self.enter_context(ShardWriter(file, split, block_size))
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the next samples: tensors on the CPU with equal lengths along the first axis."""
+        count = len(tensors["labels"])
+        target = self.target[self.count : self.count + count]
+        self.count += count
+        for number in target.unique().tolist():
+            part = {name: tensor[target == number] for name, tensor in tensors.items()}
+            self.writers[number].add(part)
+            if number:
+                self.sums.add(part)
+
+    def finish(self) -> list[Shard]:
+        """Completes all shards, and returns their descriptions."""
+        return [writer.close() for writer in self.writers.values()]
+
+
 def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:

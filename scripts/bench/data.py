@@ -62,7 +62,7 @@ def write_latent_files(count: int, side: int) -> Path:
     cfg = ImportConfig(file, labels=labels, scale=1.0, held_out=0.0)
     encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
     foreign = open_foreign(file, ForeignOptions(labels=labels))
-    write_set(cfg, foreign, PixelAutoencoder(), encoder, ours).write(ours)
+    write_set(cfg, foreign, PixelAutoencoder(), encoder, ours)
     return folder
 
 

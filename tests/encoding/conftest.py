@@ -9,7 +9,7 @@ import torch
 
 from common.config.compose import compose
 from precompute_latents import precompute
-from scripts.import_latents import ImportConfig, check_config, import_latents
+from scripts.import_latents import ImportConfig, import_latents
 from tests.harness.foreign import COUNT, npy
 from tests.harness.words import TINY_JOB
 
@@ -65,6 +65,6 @@ def import_files(vae, samples, tmp_path):
             "block_size": 3,
             "dtype": "float32",
         }
-        return import_latents(check_config(ImportConfig(**defaults | given | settings))).parent
+        return import_latents(ImportConfig(**defaults | given | settings)).parent
 
     return start

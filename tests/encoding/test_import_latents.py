@@ -9,7 +9,7 @@ import torch
 
 from common.config.compose import parse_words
 from data.manifest import read_manifest
-from scripts.import_latents import ImportConfig, check_config, main
+from scripts.import_latents import ImportConfig, import_latents
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.foreign import (
     COUNT,
@@ -157,9 +157,7 @@ def test_classes_are_as_many_as_are_said(import_files, capsys):
     assert "10 classes, 7 of them without a training sample" in capsys.readouterr().out
 
 
-def test_the_command_takes_a_file_of_names_a_folder_and_encoder_local(
-    samples, vae, tmp_path, monkeypatch
-):
+def test_the_command_takes_a_file_of_names_a_folder_and_encoder_local(samples, vae, tmp_path):
     """The words are those of precompute_latents.py, and `source` is the folder of latents.npy and
     labels.npy."""
     npy(tmp_path, *samples)
@@ -167,13 +165,12 @@ def test_the_command_takes_a_file_of_names_a_folder_and_encoder_local(
     words = [f"source={tmp_path}", "encoder=local", f"encoder.path={vae}", "scale=1", "shift=0"]
     words += ["check_scale=false", "device=cpu", f"out={tmp_path}/out", f"classes={names}"]
     with expect_refusal("does not exist; give a number, none, or a text file"):
-        check_config(parse_words(ImportConfig, words, ""))
+        import_latents(parse_words(ImportConfig, words, ""))
     names.write_text("pear\npear\n")
     with expect_refusal("must name each class once"):
-        check_config(parse_words(ImportConfig, words, ""))
+        import_latents(parse_words(ImportConfig, words, ""))
     names.write_text("apple\n\npear \nplum\n")
-    monkeypatch.setattr("sys.argv", ["", *words])
-    main()
+    import_latents(parse_words(ImportConfig, words, ""))
     assert read_manifest(tmp_path / "out").class_names == ["apple", "pear", "plum"]
     match(read_set(tmp_path / "out")["latents"], samples[0].half().float())
 
