@@ -14,23 +14,25 @@ from __future__ import annotations
 import io
 import json
 import re
-import reprlib
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load, load_file
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
 from encoding.images import Unused
+from encoding.tars import Sample as TarSample
 from encoding.tars import read_samples
 
 MIRRORED_NAMES = ("mirrored", "latents_flip", "flip")
@@ -65,13 +67,11 @@ class ForeignOptions(NamedTuple):
 
 class Format(NamedTuple):
     """A format of latents: `name`, for messages; `mark`, a pattern of the names of its files, which
-    begin with a slash if the source is their folder and not the file itself; `read`, its reader;
-    `has_second_file`, whether the labels may be in a second file."""
+    begin with a slash if the source is their folder and not the file itself; `read`, its reader."""
 
     name: str
     mark: str
     read: Callable[[list[Path], ForeignOptions], Parts]
-    has_second_file: bool = False
 
 
 class ForeignLatents(NamedTuple):
@@ -100,34 +100,35 @@ def translate_errors(source: Path | str) -> Iterator[None]:
         ) from error
 
 
-def map_array(file: Path) -> np.ndarray:
-    """Maps a .npy file into memory in the mode copy-on-write, because PyTorch warns about read-only
-    arrays."""
+def read_plain(file: Path) -> Any:
+    """Reads a .npy file without objects, a .safetensors file, or a .pt file that holds tensors, or
+    dicts or lists of tensors, with `weights_only=True`. Raises UserError if the file holds any
+    other object. Large arrays stay on disk until they are used."""
     with translate_errors(file):
-        return np.lib.format.open_memmap(file, mode="c")
-
-
-def read_plain_tensors(file: Path) -> Any:
-    """Reads a .safetensors file, or a .pt file that holds tensors, or dicts or lists of tensors,
-    with `weights_only=True`. Raises UserError if the file holds any other object."""
-    with translate_errors(file):
+        if file.suffix == ".npy":
+            # Copy on write, because PyTorch warns about read-only arrays.
+            return np.lib.format.open_memmap(file, mode="c")
         if file.suffix == ".safetensors":
-            return load_file(file)  # it only maps the file into memory
+            return load_file(file)
         return torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
 
 
 def is_dense(value: Any) -> bool:
-    """Tells whether a value is a strided tensor on the CPU."""
+    """Tells whether a value is a strided tensor on the CPU, and not expanded: with a stride of 0 a
+    tensor repeats the same bytes, so a file of a few bytes could claim to have 10^12 samples."""
     return (
-        isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and 0 not in value.stride()
     )
 
 
 def read_content(file: Path, key: str) -> dict[Any, Any]:
     """Returns the tensors of a file by name; a tensor without a name gets the name `key`."""
-    content = map_array(file) if file.suffix == ".npy" else read_plain_tensors(file)
+    content = read_plain(file)
     return content if isinstance(content, dict) else {key: content}
 
 
@@ -158,12 +159,8 @@ def open_columns(file: Path, options: ForeignOptions) -> dict[str, Any]:
         if not (isinstance(column, np.ndarray) or is_dense(column)) or not column.ndim:
             raise UserError(
                 f"{file}: {name} is a {type(column).__name__}, and no dense tensor with a row for "
-                "each sample; save it as one."
+                "each sample; save it as one, an expanded tensor as .contiguous()."
             )
-        # Refuse a stride of 0: a tensor with this stride repeats the same bytes, so a file of a
-        # few bytes could claim to have 10^12 samples.
-        if isinstance(column, Tensor) and 0 in column.stride():
-            raise UserError(f"{file}: {name} is an expanded tensor; save it as .contiguous().")
     counts = {name: len(column) for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         lengths = " and ".join(f"{count} {name}" for name, count in counts.items())
@@ -184,22 +181,14 @@ def read_columns(files: list[Path], options: ForeignOptions) -> Parts:
         yield len(columns["latents"]), yield_rows(file, columns)
 
 
-def read_pair(files: list[Path], options: ForeignOptions) -> Parts:
-    """Reads `latents.npy`, and the labels in `labels.npy` beside it."""
-    if options.labelled:
-        labels = files[0].with_name("labels.npy")
-        options = options._replace(labels=options.labels or str(labels))
-    return read_columns(files, options)
-
-
 def read_files(labels: Mapping[Path, Any]) -> Parts:
     """Reads .npy files with one sample each. `labels` maps each file to its label: a value, the
     path of a .npy file that holds the value, or None if the label is not imported."""
 
     def yield_samples() -> Iterator[Sample]:
         for file, label in labels.items():
-            value = map_array(label) if isinstance(label, Path) else label
-            yield str(file), {"latents": map_array(file), "labels": value}
+            value = read_plain(label) if isinstance(label, Path) else label
+            yield str(file), {"latents": read_plain(file), "labels": value}
 
     yield len(labels), yield_samples()
 
@@ -207,23 +196,26 @@ def read_files(labels: Mapping[Path, Any]) -> Parts:
 def read_feature_folders(folders: list[Path], options: ForeignOptions) -> Parts:
     """Reads folders that fast-DiT wrote: the latents of sample i in `<name>_features/<i>.npy`, of
     shape (1, C, H, W), and its label in `<name>_labels/<i>.npy`."""
-    labels_by_file: dict[Path, Any] = {}
-    for stem in sorted({str(folder).rpartition("_")[0] for folder in folders}):
-        features, labels = (
-            {file.name for file in Path(f"{stem}_{kind}").glob("*.npy")}
-            for kind in ("features", "labels")
-        )
-        unpaired = sorted(features ^ labels)
-        if options.labelled and unpaired:
-            kind = "labels" if unpaired[0] in features else "features"
-            raise UserError(
-                f"{len(unpaired)} files of {stem}_features and {stem}_labels have no partner: "
-                f"{unpaired[0]} lacks {stem}_{kind}/{unpaired[0]}; restore it, or remove both."
-            )
-        for name in sorted(features):
-            label = Path(f"{stem}_labels", name) if options.labelled else None
-            labels_by_file[Path(f"{stem}_features", name)] = label
-    return read_files(labels_by_file)
+    labels: dict[Path, Path | None] = {}
+    for stem, _, kind in sorted(str(folder).rpartition("_") for folder in folders):
+        other = Path(f"{stem}_labels" if kind == "features" else f"{stem}_features")
+        partners = {file.name for file in other.glob("*.npy")}
+        for file in sorted(Path(f"{stem}_{kind}").glob("*.npy")):
+            if options.labelled and file.name not in partners:
+                raise UserError(f"{file} lacks {other / file.name}; restore it, or remove both.")
+            if kind == "features":
+                labels[file] = other / file.name if options.labelled else None
+    return read_files(labels)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The content of `dataset.json`."""
+
+    labels: list[tuple[str, Any]]
+
+
+LISTING = TypeAdapter(Listing)
 
 
 def read_listed_files(files: list[Path], options: ForeignOptions) -> Parts:
@@ -235,27 +227,25 @@ def read_listed_files(files: list[Path], options: ForeignOptions) -> Parts:
     if not options.labelled:
         return read_files(dict.fromkeys(arrays))
     with translate_errors(file):
-        content = json.loads(file.read_bytes())
-    pairs = isinstance(content, dict) and content.get("labels")
-    if not isinstance(pairs, list) or not pairs:
+        content = file.read_bytes()
+    try:
+        pairs = LISTING.validate_json(content).labels
+    except ValidationError as error:
         raise UserError(
-            f'{file} has no "labels": [[file, label], …]; add them, or import without: '
-            "classes=none."
-        )
+            f"{file} {describe_first_fault(error, 'list of labels')}; write "
+            '{"labels": [[file, label], …]}, or import without: classes=none.'
+        ) from error
 
     # Map each file to its label, and check neither that the file exists nor that the label is a
     # number.
     labels = {}
-    for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise UserError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
-        latents = file.parent / pair[0]
-        if Path(pair[0]).is_absolute() or ".." in Path(pair[0]).parts:
-            raise UserError(f"{file} names a file outside its folder: {pair[0]}; correct it.")
-        if latents in labels:
-            raise UserError(f"{file} names {pair[0]} twice; each file has one label.")
-        labels[latents] = pair[1]
-
+    for name, label in pairs:
+        array = file.parent / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"{file} names a file outside its folder: {name}; correct it.")
+        if array in labels:
+            raise UserError(f"{file} names {name} twice; each file has one label.")
+        labels[array] = label
     unlabelled = [array for array in arrays if array not in labels]
     if unlabelled:
         raise UserError(
@@ -268,11 +258,11 @@ def read_listed_files(files: list[Path], options: ForeignOptions) -> Parts:
 def read_tars(tars: list[Path], options: ForeignOptions) -> Parts:
     """Reads WebDataset tars whose samples have the members `<key>.npy` or `<key>.safetensors`, and
     `<key>.cls` or `<key>.json`."""
+    keys = {"latents": (options.latents_key,), "labels": LABEL_NAMES}
 
-    def yield_samples(stream: BinaryIO, chosen: Mapping[str, Members]) -> Iterator[Sample]:
-        names = {"latents": (options.latents_key,), "labels": LABEL_NAMES}
-        for where, members in chosen.items():
-            yield where, {n: read_member(stream, m, names[n], where) for n, m in members.items()}
+    def yield_samples(stream: BinaryIO, chosen: list[tuple[str, TarSample]]) -> Iterator[Sample]:
+        for where, members in chosen:
+            yield where, {n: read_member(stream, m, keys[n], where) for n, m in members.items()}
 
     for file in tars:
         with translate_errors(file), file.open("rb") as stream:
@@ -282,20 +272,19 @@ def read_tars(tars: list[Path], options: ForeignOptions) -> Parts:
                 raise UserError(f"{cut}; copy or write it again.")
             if unused.kinds.keys() - {"hidden"}:
                 raise UserError(f"{file} holds {unused}; write each member as a plain file.")
-            chosen = {}
-            for key, members in samples.items():
-                where = f"{file}: {key}"
-                chosen[where] = choose_members(members, options, where)
+            chosen = [
+                choose_members(f"{file}: {key}", members, options)
+                for key, members in samples.items()
+            ]
             yield len(chosen), yield_samples(stream, chosen)
 
 
-Members = dict[str, tarfile.TarInfo]
-
-
-def choose_members(members: Members, options: ForeignOptions, where: str) -> Members:
+def choose_members(
+    where: str, members: TarSample, options: ForeignOptions
+) -> tuple[str, TarSample]:
     """Chooses among the members of a sample in a tar, which `members` maps from their extensions.
-    Returns a dict: `latents`, and `labels` if labels are imported -> its member. Raises UserError
-    for a sample that lacks one of these."""
+    Returns `where`, which says where the sample lies, and a dict: `latents`, and `labels` if labels
+    are imported -> its member. Raises UserError for a sample that lacks one of these."""
     names = ", ".join(sorted(members))
     arrays = [name for name in members if name.endswith((".npy", ".safetensors"))]
     if len(arrays) > 1:
@@ -314,7 +303,7 @@ def choose_members(members: Members, options: ForeignOptions, where: str) -> Mem
                 "import without labels: classes=none."
             )
         chosen["labels"] = label
-    return chosen
+    return where, chosen
 
 
 def read_member(
@@ -344,13 +333,8 @@ def read_member(
 
 LISTED = Format("a folder of .npy files with dataset.json", r"/dataset\.json", read_listed_files)
 FORMATS = (
-    Format("a .npy or .pt file", r"[^/].*\.(npy|pt|pth)", read_columns, has_second_file=True),
-    Format(
-        "a folder with latents.npy and labels.npy",
-        r"/latents\.npy",
-        read_pair,
-        has_second_file=True,
-    ),
+    Format("a .npy or .pt file", r"[^/].*\.(npy|pt|pth)", read_columns),
+    Format("a folder with latents.npy and labels.npy", r"/latents\.npy", read_columns),
     Format("safetensors files", r".*\.safetensors", read_columns),
     Format("WebDataset tars with one key per sample", r".*\.tar", read_tars),
     LISTED,
@@ -387,11 +371,14 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
         )
 
     known, found = matches[0]
-    if options.labels is not None and not (options.labelled and known.has_second_file):
+    has_second_file = known in FORMATS[:2]
+    if options.labels is not None and not (options.labelled and has_second_file):
         raise UserError(
             f"labels={options.labels} goes with a .npy or .pt file and not with classes=none; "
             "leave labels out, and set labels_key=<name> where the source names its own."
         )
+    if options.labelled and "/latents.npy" in files:
+        options = options._replace(labels=options.labels or str(path / "labels.npy"))
     total = sum(count for count, _ in known.read(found, options))
     if not total:
         raise UserError(f"source={source} holds no samples ({known.name}).")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from common.errors import UserError
-from encoding.foreign import ForeignLatents
+from encoding.foreign import ForeignLatents, is_dense
 
 CHUNK_SAMPLES = 256
 """Number of samples that an import reads and writes together."""
@@ -78,7 +78,7 @@ def convert_latents(values: Any, where: str) -> Tensor:
     # other byte order.
     if getattr(kind, "kind", None) == "f":
         values = torch.from_numpy(values.astype("float64"))
-    if not isinstance(values, Tensor) or not values.is_floating_point():
+    if not is_dense(values) or not values.is_floating_point():
         raise UserError(
             f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
             "numbers; save them as float32."

@@ -180,33 +180,29 @@ class ShardWriter:
 
 
 class ScatteredShards(contextlib.ExitStack):
-    """Writes samples to the shards of a folder, all of which are open at once: sample i to shard
-    number `target[i]`. Shard 0 is the held-out one, whose channels `sums` leaves out."""
+    """Writes samples that come in another order than that of the shards, all of which are open at
+    once. `files` maps numbers to the shards' files; the name of a file begins with the split."""
 
-    def __init__(self, out: Path, target: Tensor, block_size: int) -> None:
+    def __init__(self, files: Mapping[int, Path], block_size: int) -> None:
         super().__init__()
-        self.target = target
-        self.count = 0
         self.sums = ChannelSums()
+        """Sums of the training shards."""
         self.writers: dict[int, ShardWriter] = {}
-        for number in target.unique().tolist():
-            split = "train" if number else "held_out"
-            file = out / f"{split}-{max(0, number - 1):05d}.tar"
+        for number, file in files.items():
+            split = file.name.partition("-")[0]
             self.writers[number] = self.enter_context(ShardWriter(file, split, block_size))
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Writes the next samples: tensors on the CPU with equal lengths along the first axis."""
-        count = len(tensors["labels"])
-        target = self.target[self.count : self.count + count]
-        self.count += count
-        for number in target.unique().tolist():
+    def add(self, tensors: Mapping[str, Tensor], target: Tensor) -> None:
+        """Appends samples: tensors on the CPU with equal lengths n along the first axis, each
+        sample to the shard whose number is in `target` (n,)."""
+        for number, writer in self.writers.items():
             part = {name: tensor[target == number] for name, tensor in tensors.items()}
-            self.writers[number].add(part)
-            if number:
+            writer.add(part)
+            if writer.split == "train":
                 self.sums.add(part)
 
     def finish(self) -> list[Shard]:
-        """Completes all shards, and returns their descriptions."""
+        """Completes the shards, and returns their descriptions."""
         return [writer.close() for writer in self.writers.values()]
 
 
@@ -238,7 +234,7 @@ class ChannelSums:
         self.total: Tensor | float = 0.0
         self.squares: Tensor | float = 0.0
 
-    def add(self, tensors: dict[str, Tensor]) -> None:
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Adds the latents of a batch. `tensors` maps `latents` and, if the set has them, `std`,
         `mirrored` and `mirrored_std` to tensors (B, C, H, W)."""
         for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):

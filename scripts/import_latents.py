@@ -277,6 +277,20 @@ def check_encoder(cfg: ImportConfig, latents: Tensor, autoencoder: Autoencoder) 
         )
 
 
+def assign_shards(cfg: ImportConfig, total: int, out: Path) -> tuple[dict[int, Path], Tensor]:
+    """Assigns each sample to a random shard. Returns a dict from numbers to files, 0 for the
+    held-out shard and those above for training shards, and the number of each sample (N,)."""
+    import torch
+
+    held_out = round(cfg.held_out * total)
+    shards = min(MAX_SHARDS, math.ceil((total - held_out) / cfg.shard_size))
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(cfg.seed))
+    place = order.argsort()
+    files = {0: out / "held_out-00000.tar"} if held_out else {}
+    files |= {1 + number: out / f"train-{number:05d}.tar" for number in range(shards)}
+    return files, torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
+
+
 def write_set(
     cfg: ImportConfig,
     foreign: ForeignLatents,
@@ -292,31 +306,25 @@ def write_set(
     from encoding.job import describe_autoencoder, save_manifest
     from encoding.shards import ScatteredShards, cast_tensors
 
-    # Assign each sample to a random shard: 0 is the held-out shard, the numbers above are training
-    # shards.
-    held_out = round(cfg.held_out * foreign.total)
-    count = min(MAX_SHARDS, math.ceil((foreign.total - held_out) / cfg.shard_size))
-    order = torch.randperm(foreign.total, generator=torch.Generator().manual_seed(cfg.seed))
-    place = order.argsort()
-    target = torch.where(place < held_out, 0, 1 + (place - held_out) % count)
-
-    labels = torch.empty(foreign.total, dtype=torch.int64)
+    # Write each sample to a random shard.
+    files, target = assign_shards(cfg, foreign.total, out)
+    labels = torch.empty_like(target)
     tensors = {}
     progress = Progress(foreign.total, "latents")
-    with ScatteredShards(out, target, cfg.block_size) as shards:
+    with ScatteredShards(files, cfg.block_size) as writer:
         for chunk in read_raw(cfg, foreign):
             places = chunk.pop("places")
-            rows = slice(shards.count, shards.count + len(places))
+            rows = slice(progress.count, progress.count + len(places))
             tensors = cast_tensors(chunk, cfg.dtype, places)
+            labels[rows] = tensors["labels"]
             if captions is not None:
                 tensors["captions"] = captions.number_captions(captions.captions[rows])
-            shards.add(tensors)
-            labels[rows] = tensors["labels"]
+            writer.add(tensors, target[rows])
             progress.advance(len(places))
-        written = shards.finish()
+        shards = writer.finish()
     progress.close()
     if captions is not None:
-        written += captions.run(out)
+        shards += captions.run(out)
 
     names = cfg.find_class_names()
     if names is None:
@@ -339,7 +347,7 @@ def write_set(
         "seed": cfg.seed,
         "text": captions and captions.spec,
     }
-    return save_manifest(out, fields, written, [shards.sums.as_dict()])
+    return save_manifest(out, fields, shards, [writer.sums.as_dict()])
 
 
 if __name__ == "__main__":

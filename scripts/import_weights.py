@@ -21,31 +21,52 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from common.config.paths import refuse_missing
-from common.config.schema import refuse_unset
+from common.config.schema import Positive, refuse_unset, refuse_values
 from common.errors import UserError
 from scripts.commands import run_command
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from data.spec import LatentSpec
     from scripts.published_weights import Published
 
-SD_SCALE = 0.18215
-"""The factor by which SiT multiplies the latents of Stable Diffusion's VAE."""
-SD_CHANNELS = 4
-LIGHTNINGDIT_NAMES = {
-    "feat_rope.freqs_cos",
-    "blocks.0.mlp.w12.weight",
-    "blocks.0.norm1.weight",
-    "blocks.0.attn.q_norm.weight",
-}
-"""Names of tensors that a LightningDiT may have, and a SiT has not."""
-
-
 Kind = StrEnum("Kind", "sit lightningdit dit")
 WeightsChoice = StrEnum("WeightsChoice", "ema model")
+
+
+class Family(NamedTuple):
+    """What is known of the models of one kind, and of their latents."""
+
+    marks: tuple[str, ...] = ()
+    """Names of tensors of which such a model has some, and those of the kinds below it none; empty
+    for the last kind."""
+    needs: Mapping[str, str] = {}
+    """Keys that the user must give -> what to give."""
+    encoder: str = ""
+    """File of conf/encoder for the encoder of its latents; the user may name another."""
+    channels: int = 0
+    """Channels of that encoder's latents."""
+    scale: float = 0.0
+    """Factor by which it multiplies latents; 0: it normalises them by their statistics."""
+
+
+KINDS = {
+    Kind.lightningdit: Family(
+        marks=(
+            "feat_rope.freqs_cos",
+            "blocks.0.mlp.w12.weight",
+            "blocks.0.norm1.weight",
+            "blocks.0.attn.q_norm.weight",
+        ),
+        needs={"encoder": "<folder of its VA-VAE>", "statistics": "<its latents_stats.pt>"},
+    ),
+    Kind.sit: Family(encoder="sd", channels=4, scale=0.18215),
+}
+"""The kinds of models that are read; a file holds the first of which it has a mark."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +74,11 @@ class WeightsConfig:
     """Keys of the command: the checkpoint, and what the user knows about its latents."""
 
     source: str | None = None
+    """The checkpoint, a .safetensors or .pt file."""
     kind: Kind | None = None
+    """What the checkpoint holds: sit or lightningdit; dit is refused."""
     out: str | None = None
+    """The weights file to write, a new .safetensors."""
     encoder: str | None = None
     """Encoder of the model's latents: a file of conf/encoder, or a folder or hub id in the
     diffusers format; null: sd, which only kind=sit allows."""
@@ -62,83 +86,75 @@ class WeightsConfig:
     """File with the mean and std of each channel, LightningDiT's latents_stats.pt; required for
     kind=lightningdit."""
     weights: WeightsChoice = WeightsChoice.ema
+    """Which weights of a training checkpoint to take: ema (the averaged ones) or model."""
     classes: str | None = None
     """A text file with one class name per line; null: the classes have numbers as names."""
-    head_dim: int | None = None
+    head_dim: Positive | None = None
     """Channels per attention head; null: read from the checkpoint if a tensor's shape shows them,
     else the published number (72 in a model of width 1152, 64 in all others)."""
 
-    def check(self) -> None:
-        """Checks the keys. Raises UserError if some are missing or contradict each other."""
+    def check(self) -> Family:
+        """Checks the keys, and returns what is known of `kind`. Raises UserError if keys are
+        missing or contradict each other."""
         # Ask for each missing key and guess none, because a model draws noise if its encoder or
         # normalisation is wrong.
         hints = {
             "source": "<file>.pt or .safetensors",
-            "kind": "sit or lightningdit",
+            "kind": " or ".join(KINDS),
             "out": "<file>.safetensors",
         }
         refuse_unset(self, hints)
-
-        if self.kind is Kind.dit:
+        refuse_values(self)
+        family = KINDS.get(Kind(self.kind))
+        if family is None:
             raise UserError(
                 "kind=dit: DiT predicts the noise on another schedule, which is no velocity; use "
                 "a SiT."
             )
-        for key in ("statistics", "encoder"):
-            if self.kind is Kind.lightningdit and vars(self)[key] is None:
-                raise UserError(
-                    f"{key} is not set; kind=lightningdit needs the {key} of its latents."
-                )
-        if self.kind is Kind.sit and self.statistics is not None:
+        refuse_unset(self, family.needs)
+        if self.statistics is not None and family.scale:
             raise UserError(
-                f"statistics={self.statistics} is for kind=lightningdit; SiT's latents are × "
-                f"{SD_SCALE}."
+                f"statistics={self.statistics} does not go with kind={self.kind}, whose latents "
+                f"are × {family.scale}; leave it out."
             )
         if not str(self.out).endswith(".safetensors"):
             raise UserError(f"out={self.out} must end in .safetensors.")
         for key in ("source", "statistics", "classes"):
             refuse_missing(key, vars(self)[key], "name a file")
+        return family
 
 
 def import_weights(cfg: WeightsConfig) -> Path:
     """Writes the weights file and returns its path. Raises UserError if the checkpoint holds
     another model than `kind`."""
-    cfg.check()
+    family = cfg.check()
     import torch
 
     from common.files import make_folder, replace_file
-    from scripts.published_weights import DIT_NAME, DIT_REFUSAL, convert_published, read_checkpoint
+    from scripts.published_weights import convert_published, read_checkpoint
     from training.checkpoint.files import make_header, write_tensors
     from training.weights.pretrained import load_pretrained
 
-    source = Path(str(cfg.source)).expanduser()
     out = Path(str(cfg.out)).expanduser()
     if out.exists():
         raise UserError(f"out={cfg.out} is there already; choose another file, or delete it.")
-    if cfg.kind is Kind.sit and DIT_NAME.search(source.name):
+    source = Path(str(cfg.source)).expanduser()
+    keys = read_checkpoint(source, cfg.weights)
+    held = next(kind for kind, of in KINDS.items() if not of.marks or keys.keys() & of.marks)
+    if held != cfg.kind:
         raise UserError(
-            f"source={source}: {DIT_REFUSAL}. If it is none of DiT's, give the file another name."
+            f"source={source} holds a {held}, by the names of its tensors; use kind={held}."
         )
-
-    tensors = {
-        name.removeprefix("module."): tensor
-        for name, tensor in read_checkpoint(source, cfg.weights).items()
-    }
-    kind = "lightningdit" if tensors.keys() & LIGHTNINGDIT_NAMES else "sit"
-    if kind != cfg.kind:
+    published = convert_published(keys, cfg.head_dim)
+    if cfg.encoder is None and published.channels != family.channels:
         raise UserError(
-            f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
-        )
-    published = convert_published(source, tensors, cfg.head_dim)
-    if cfg.encoder is None and published.channels != SD_CHANNELS:
-        raise UserError(
-            f"source={source} draws latents of {published.channels} channels, and Stable "
-            f"Diffusion's VAE, which kind=sit stands for, makes {SD_CHANNELS}; name the encoder of "
-            "its latents by encoder=."
+            f"source={source} draws latents of {published.channels} channels, and "
+            f"encoder={family.encoder}, which kind={held} stands for, makes {family.channels}; "
+            "name the encoder of its latents by encoder=."
         )
 
     # After writing the file, load it as a run does: that checks that all tensors fit the model.
-    spec = make_spec(cfg, published)
+    spec = make_spec(cfg, family, published)
     description = {"model": published.node, "spec": spec.as_dict(), "step": 0}
     make_folder(out.parent)
     with replace_file(out) as temporary:
@@ -152,25 +168,23 @@ def import_weights(cfg: WeightsConfig) -> Path:
     return out
 
 
-def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]]:
+def read_statistics(file: Path, channels: int) -> list[list[float]]:
     """Reads mean and std of each channel from LightningDiT's `latents_stats.pt`."""
-    import torch
 
-    from encoding.foreign import read_plain_tensors
+    from encoding.foreign import is_dense, read_content
 
-    content = read_plain_tensors(file)
-    values = [content.get(name) for name in ("mean", "std")] if isinstance(content, dict) else []
+    content = read_content(file, "mean")
     columns = [
-        value.flatten().tolist()
-        for value in values
-        if isinstance(value, torch.Tensor) and value.numel() == channels
+        content[name].flatten().tolist()
+        for name in ("mean", "std")
+        if is_dense(content.get(name)) and content[name].numel() == channels
     ]
     if len(columns) != 2:
         raise UserError(f"{file} must hold the tensors mean and std of {channels} channels each.")
-    return columns[0], columns[1]
+    return columns
 
 
-def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
+def make_spec(cfg: WeightsConfig, family: Family, published: Published) -> LatentSpec:
     """Returns the description of the model's latents: shape, classes, encoder and normalisation."""
     from common.config.build import build
     from data.spec import LatentSpec
@@ -179,10 +193,11 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
     from scripts.commands import find_encoder_node
     from scripts.import_latents import read_class_names
 
-    mean = [0.0] * published.channels
-    std = [1.0 / SD_SCALE] * published.channels
-    if cfg.statistics is not None:
-        mean, std = read_statistics(Path(cfg.statistics).expanduser(), published.channels)
+    channels = published.channels
+    if cfg.statistics is None:
+        mean, std = [0.0] * channels, [1.0 / family.scale] * channels
+    else:
+        mean, std = read_statistics(Path(cfg.statistics).expanduser(), channels)
     names = read_class_names(cfg.classes) if cfg.classes else []
     if len(names) not in (0, published.classes):
         raise UserError(
@@ -191,7 +206,7 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
         )
 
     # The hash of the encoder's weights is known only if they are on this disk.
-    name = cfg.encoder or "sd"
+    name = cfg.encoder or family.encoder
     node = locate_encoder(find_encoder_node("encoder", name), None)
     sha256 = None
     if os.path.isdir(node["path"]):
@@ -201,7 +216,7 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
             f"encoder={name} is no folder, and no commit pins it; download it and name the folder."
         )
     return LatentSpec(
-        channels=published.channels,
+        channels=channels,
         height=published.side,
         width=published.side,
         num_classes=published.classes,

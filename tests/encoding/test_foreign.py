@@ -56,8 +56,8 @@ LISTS = [
     (lambda pairs: pairs + pairs[:1], r"names 00000/img0000\.npy twice"),
     (lambda pairs: pairs[1:], r"1 \.npy files in .* have no label in dataset"),
     (lambda pairs: [*pairs, ["a.npy", 0]], r"a\.npy cannot be read \(it is no file"),
-    (dict, r'has no "labels": \[\[file, label\], …\]'),
-    (lambda pairs: [3, *pairs], r"has the entry 3; it must be \[file, label\]"),
+    (dict, r'labels should be .*; write \{"labels": \[\[file, label\], …\]\}'),
+    (lambda pairs: [3, *pairs], r"is no list of labels: labels\.0 should be .* and is 3"),
     (lambda pairs: [["a\0b", 0], *pairs], r"cannot be read .*it is no file"),
     (lambda pairs: [["../evil.npy", 0]], r"names a file outside its folder: \.\./evil\.npy"),
 ]
@@ -88,7 +88,7 @@ FILES = [
     (
         pt,
         save_pt(ZEROS[:1].expand(10**12, 2, 8, 8), torch.zeros(1).expand(10**12)),
-        r"latents is an expanded tensor; save it as \.contiguous",
+        r"latents is a Tensor, and no dense .*, an expanded tensor as \.contiguous",
     ),
     (tars, double_members, r"0000.latent.npy is there twice"),
     (tars, cut_between_members, r"0\.tar was cut or is damaged: .* no end marker"),
@@ -96,7 +96,7 @@ FILES = [
     (
         edm2,
         lambda path: (path / "dataset.json").write_text("[" * 100000),
-        r"dataset\.json cannot be read",
+        r"dataset\.json is not valid JSON",
     ),
     (edm2, lambda path: (path / "a.tar").touch(), "holds several formats; give one"),
     (lambda path, *_: {"source": str(path)}, lambda path: None, "holds no known format; give one"),

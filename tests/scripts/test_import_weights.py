@@ -87,6 +87,10 @@ def test_a_training_checkpoint_gives_its_averages(publish, tmp_path):
     assert torch.equal(model.pos_embed, SIT["pos_embed"])
 
 
+def make_linear(name, rows):
+    return {f"{name}.weight": torch.ones(rows, 24), f"{name}.bias": torch.ones(rows)}
+
+
 class Evil:
     def __reduce__(self):
         return print, ("unpickled",)
@@ -119,15 +123,15 @@ class Evil:
         ),
         (SIT | {"pos_embed": torch.ones(1, 8, 24)}, "8 tokens, which are no square"),
         (
-            SIT | {"final_layer.linear.weight": torch.ones(13, 24)},
+            SIT | make_linear("final_layer.linear", 13),
             "13 rows, and 3 channels in patches of 2 need 12",
         ),
         (
-            SIT | {"blocks.0.adaLN_modulation.1.weight": torch.ones(96, 24)},
+            SIT | make_linear("blocks.0.adaLN_modulation.1", 96),
             "has 4 modulations; this version knows",
         ),
         ({"model": SIT}, "has no ema; use weights=model"),
-        ([1, 2], "holds a list, not tensors by name"),
+        ([1, 2], "its content is no tensor of numbers"),
         (SIT | {7: torch.ones(1)}, "7 is no tensor of numbers"),
         (SIT | {"pos_embed": SIT["pos_embed"].to_sparse()}, "pos_embed is no tensor of numbers"),
     ],
@@ -144,7 +148,7 @@ def test_sit_without_an_encoder_has_the_channels_of_stable_diffusion(tmp_path):
     torch.save(SIT, source)
     out = str(tmp_path / "x.safetensors")
     cfg = WeightsConfig(source=str(source), kind=Kind.sit, out=out, head_dim=12)
-    with expect_refusal("draws latents of 3 channels, and Stable Diffusion's VAE.*makes 4"):
+    with expect_refusal("draws latents of 3 channels, and encoder=sd.* makes 4"):
         import_weights(cfg)
 
 
