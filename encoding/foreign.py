@@ -331,7 +331,7 @@ def read_member(
     )
 
 
-LISTED = Format("a folder of .npy files with dataset.json", r"/dataset\.json", read_listed_files)
+LISTED = Format("a folder with dataset.json", r"/dataset\.json", read_listed_files)
 FORMATS = (
     Format("a .npy or .pt file", r"[^/].*\.(npy|pt|pth)", read_columns),
     Format("a folder with latents.npy and labels.npy", r"/latents\.npy", read_columns),

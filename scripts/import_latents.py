@@ -7,7 +7,8 @@
     python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1 \\
         moments=mean_std
 
-docs/exchange.md lists the formats of `source`. The latents do not show which encoder made them, nor
+docs/exchange.md lists the formats of `source`, which may also be a folder of .npy files alone if
+labels are not imported (classes=none). The latents do not show which encoder made them, nor
 their `scale` (1 for latents as the encoder gives them), and the script guesses neither.
 """
 
@@ -117,6 +118,7 @@ class ImportConfig:
             ),
         }
         refuse_unset(self, hints)
+
         refuse_values(self)
         if (self.captions is None) != (self.text_encoder is None):
             raise UserError(

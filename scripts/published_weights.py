@@ -14,7 +14,7 @@ weights so that our denoiser computes v; each step is exact in real numbers:
   (shift, scale, gate) to (scale, shift, gate);
 - the rows of the head are reordered from (row, column, channel) to (channel, row, column), without
   the rows for a learned sigma;
-- zeros pad the hidden width of a SwiGLU to a multiple of 32.
+- zeros pad the hidden width of an MLP to a multiple of 32.
 
 Sources: https://github.com/willisma/SiT (Ma et al. 2024, https://arxiv.org/abs/2401.08740),
 https://github.com/hustvl/LightningDiT (Yao et al. 2025, https://arxiv.org/abs/2501.01423).
@@ -134,7 +134,7 @@ class Keys(dict[str, Tensor]):
 def convert_published(keys: Keys, head_dim: int | None = None) -> Published:
     """Converts a published model to our denoiser, and empties `keys`.
 
-    `head_dim` is the width of an attention head (None: `find_head_dim` finds it). Raises UserError
+    `head_dim` is the width of an attention head (None: `make_node` finds it). Raises UserError
     if a tensor is missing or unknown, or does not fit the shapes of the others.
     """
     patches = keys.take("x_embedder.proj.weight", -1, -1, -1, -1)
@@ -147,19 +147,20 @@ def convert_published(keys: Keys, head_dim: int | None = None) -> Published:
             "tokens, which are no squares."
         )
     labels = keys.take("y_embedder.embedding_table.weight", -1, dim)
-    node: dict[str, Any] = {"dim": dim, "depth": 0, "patch_size": patch}
-    node |= make_node(keys, rows, head_dim or find_head_dim(keys, dim))
+    node = make_node(keys, dim, patch, rows, head_dim)
 
-    # Collect the layers by our names, each as `take_linear` returns it.
+    # Collect the layers by our names: vectors, and linear layers as `take_linear` returns them.
     time = keys.take_linear("t_embedder.mlp.0", dim, 2 * FREQUENCIES)
     time[:, 1:] = reverse_time(time[:, 1:])
-    layers = {"time_embed.fc1": time}
-    layers["time_embed.fc2"] = keys.take_linear("t_embedder.mlp.2", dim, dim)
+    layers = {
+        "time_embed.fc1": time,
+        "time_embed.fc2": keys.take_linear("t_embedder.mlp.2", dim, dim),
+        "patch_embed.bias": keys.take("x_embedder.proj.bias", dim),
+    }
     modulation = []
     while f"blocks.{node['depth']}.attn.qkv.weight" in keys:
         name = f"blocks.{node['depth']}"
-        block, node["mlp_ratio"], node["mlp"] = convert_block(keys, name, dim)
-        layers |= {f"{name}.layers.{part}": layer for part, layer in block.items()}
+        layers |= convert_block(keys, name, dim)
         modulation += convert_modulations(keys, name, ("norm1", "norm2"), dim)
         node["depth"] += 1
     modulation += convert_modulations(keys, "final_layer", ("norm_final",), dim)
@@ -168,14 +169,15 @@ def convert_published(keys: Keys, head_dim: int | None = None) -> Published:
 
     converted = {
         "patch_embed.weight": patches.flatten(1),
-        "patch_embed.bias": keys.take("x_embedder.proj.bias", dim),
         "pos_embed": positions,
         "label_embed.table.weight": labels,
     }
-    converted |= {name: layer for name, layer in layers.items() if layer.ndim == 1}
-    for name in layers.keys() - converted.keys():
-        converted[f"{name}.weight"] = layers[name][:, 1:].contiguous()
-        converted[f"{name}.bias"] = layers[name][:, 0].contiguous()
+    for name, layer in layers.items():
+        if layer.ndim == 1:
+            converted[name] = layer
+        else:
+            converted[f"{name}.weight"] = layer[:, 1:].contiguous()
+            converted[f"{name}.bias"] = layer[:, 0].contiguous()
     # Our model has no place for a tensor that remains.
     if keys:
         first, *others = keys
@@ -184,9 +186,16 @@ def convert_published(keys: Keys, head_dim: int | None = None) -> Published:
     return Published(node, converted, channels, rows * patch, len(labels) - 1)
 
 
-def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
-    """Returns the denoiser's configuration without width, depth, patch size and MLP, which
-    `convert_published` adds. `rows` is the number of patches along one side of the latents."""
+def make_node(keys: Keys, dim: int, patch: int, rows: int, head_dim: int | None) -> dict[str, Any]:
+    """Returns the denoiser's configuration, with depth 0. `rows` is the number of patches along one
+    side of the latents, `head_dim` the width of an attention head; None reads it from the shape of
+    the QK-norm's weight or of the RoPE table. If the file has neither, it is that of the published
+    sizes: 72 in a model of width 1152, 64 in all others."""
+    for name in ("blocks.0.attn.q_norm.weight", "feat_rope.freqs_cos"):
+        if name in keys:
+            head_dim = head_dim or keys[name].shape[-1]
+    head_dim = head_dim or (72 if dim == 1152 else 64)
+
     # If the model has a rotary embedding, its cosines and sines must be those that our attention
     # computes from `ROPE_BASE`.
     rope_base = None
@@ -205,30 +214,32 @@ def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
                 f"{keys.file}: feat_rope turns otherwise than LightningDiT's, which this version "
                 "reads."
             )
-    attention = {
-        "_target_": "models.mixers.attention.Attention",
-        "_partial_": True,
-        "bias": True,
-        "qk_norm": "blocks.0.attn.q_norm.weight" in keys,
-        "rope_base": rope_base,
-    }
+
+    # A model with the tensors w12 has a SwiGLU (LightningDiT), one without them a GELU MLP (SiT).
+    mlp: dict[str, Any] = {"_target_": "models.block.GeluMLP", "_partial_": True}
+    last = "blocks.0.mlp.fc2.weight"
+    if "blocks.0.mlp.w12.weight" in keys:
+        mlp = {"_target_": "models.block.SwiGLU", "_partial_": True, "bias": True}
+        last = "blocks.0.mlp.w3.weight"
+    hidden = keys[last].shape[-1]
     return {
+        "dim": dim,
+        "depth": 0,
+        "patch_size": patch,
         "_target_": "models.denoiser.Denoiser",
         "head_dim": head_dim,
         "time_scale": 1.0,
-        "mixer": attention,
+        "mixer": {
+            "_target_": "models.mixers.attention.Attention",
+            "_partial_": True,
+            "bias": True,
+            "qk_norm": "blocks.0.attn.q_norm.weight" in keys,
+            "rope_base": rope_base,
+        },
         "norm": "rms" if "blocks.0.norm1.weight" in keys else "layer",
+        "mlp_ratio": (hidden + -hidden % MLP_WIDTH_MULTIPLE) / dim,
+        "mlp": mlp,
     }
-
-
-def find_head_dim(keys: Keys, dim: int) -> int:
-    """Reads the width of an attention head from the shape of the QK-norm's weight or of the RoPE
-    table. If the file has neither, returns the published sizes: 72 in a model of width 1152, 64 in
-    all others."""
-    for name in ("blocks.0.attn.q_norm.weight", "feat_rope.freqs_cos"):
-        if name in keys:
-            return keys[name].shape[-1]
-    return 72 if dim == 1152 else 64
 
 
 def reverse_time(weight: Tensor) -> Tensor:
@@ -244,15 +255,12 @@ def reverse_time(weight: Tensor) -> Tensor:
     return torch.cat(rotated, dim=1).float()
 
 
-def convert_block(
-    keys: Keys, name: str, dim: int
-) -> tuple[dict[str, Tensor], float, dict[str, Any]]:
-    """Converts one transformer block. Returns three values: a dict of the layers, whose names begin
-    with 0 for the attention and 1 for the MLP; the MLP's hidden width divided by the model's width;
-    and the MLP's configuration."""
+def convert_block(keys: Keys, name: str, dim: int) -> dict[str, Tensor]:
+    """Converts attention and MLP of one transformer block, and returns them by our names."""
+    ours = f"{name}.layers"
     layers = {
-        "0.qkv": keys.take_linear(f"{name}.attn.qkv", 3 * dim, dim),
-        "0.out_proj": keys.take_linear(f"{name}.attn.proj", dim, dim),
+        f"{ours}.0.qkv": keys.take_linear(f"{name}.attn.qkv", 3 * dim, dim),
+        f"{ours}.0.out_proj": keys.take_linear(f"{name}.attn.proj", dim, dim),
     }
     if f"{name}.attn.q_norm.bias" in keys:
         raise UserError(
@@ -260,28 +268,20 @@ def convert_block(
         )
     for part in "qk":
         if f"{name}.attn.{part}_norm.weight" in keys:
-            layers[f"0.{part}_weight"] = keys.take(f"{name}.attn.{part}_norm.weight", -1)
+            layers[f"{ours}.0.{part}_weight"] = keys.take(f"{name}.attn.{part}_norm.weight", -1)
 
-    # A block with the tensor w12 has a SwiGLU (LightningDiT), one without it a GELU MLP (SiT).
+    # The first layer of a SwiGLU has two halves, for the gate and the values.
+    halves, first, second, our_first, our_second = (1, "fc1", "fc2", "fc1", "fc2")
     if f"{name}.mlp.w12.weight" in keys:
-        second = keys.take_linear(f"{name}.mlp.w3", dim, -1)
-        hidden = second.shape[1] - 1
-        halves = keys.take_linear(f"{name}.mlp.w12", 2 * hidden, dim).unflatten(0, (2, hidden))
-        missing = -hidden % MLP_WIDTH_MULTIPLE
-        layers["1.w13"] = F.pad(halves, (0, 0, 0, missing)).flatten(0, 1)
-        layers["1.w2"] = F.pad(second, (0, missing))
-        node = {"_target_": "models.block.SwiGLU", "_partial_": True, "bias": True}
-        return layers, (hidden + missing) / dim, node
-
-    layers["1.fc1"] = keys.take_linear(f"{name}.mlp.fc1", -1, dim)
-    hidden = len(layers["1.fc1"])
-    layers["1.fc2"] = keys.take_linear(f"{name}.mlp.fc2", dim, hidden)
-    if hidden % MLP_WIDTH_MULTIPLE:
-        raise UserError(
-            f"{keys.file}: {name}.mlp has width {hidden}, which is no multiple of "
-            f"{MLP_WIDTH_MULTIPLE}."
-        )
-    return layers, hidden / dim, {"_target_": "models.block.GeluMLP", "_partial_": True}
+        halves, first, second, our_first, our_second = (2, "w12", "w3", "w13", "w2")
+    contract = keys.take_linear(f"{name}.mlp.{second}", dim, -1)
+    hidden = contract.shape[1] - 1
+    missing = -hidden % MLP_WIDTH_MULTIPLE
+    expand = keys.take_linear(f"{name}.mlp.{first}", halves * hidden, dim)
+    expand = F.pad(expand.unflatten(0, (halves, hidden)), (0, 0, 0, missing))
+    layers[f"{ours}.1.{our_first}"] = expand.flatten(0, 1)
+    layers[f"{ours}.1.{our_second}"] = F.pad(contract, (0, missing))
+    return layers
 
 
 def convert_modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[Tensor]:

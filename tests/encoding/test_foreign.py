@@ -1,13 +1,16 @@
 """Files of other tools that are broken, do not pair, or hold no latents or labels: each ends in one
 sentence, and nothing is written."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from encoding.foreign import ForeignOptions, open_foreign
+from common.files import ROOT
+from encoding.foreign import FORMATS, ForeignOptions, open_foreign
+from scripts.import_weights import KINDS
 from tests.harness.foreign import (
     COUNT,
     cut,
@@ -90,7 +93,7 @@ FILES = [
         save_pt(ZEROS[:1].expand(10**12, 2, 8, 8), torch.zeros(1).expand(10**12)),
         r"latents is a Tensor, and no dense .*, an expanded tensor as \.contiguous",
     ),
-    (tars, double_members, r"0000.latent.npy is there twice"),
+    (tars, double_members, "0000.cls is there twice"),
     (tars, cut_between_members, r"0\.tar was cut or is damaged: .* no end marker"),
     (tars, cut("0.tar", 0), r"0\.tar is empty; fetch it again"),
     (
@@ -111,13 +114,19 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("write", "edit", "sentence"), FAULTS, ids=[fault[2] for fault in FAULTS])
+@pytest.mark.parametrize(("write", "edit", "sentence"), FAULTS)
 def test_a_fault_ends_in_one_sentence_and_leaves_nothing(
     write, edit, sentence, import_files, tmp_path
 ):
     with expect_refusal(sentence):
         import_files(write_edited(write, edit))
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def test_the_page_lists_every_format():
+    page = (ROOT / "docs/exchange.md").read_text()
+    names = re.findall(r"^\| `([^`]+)` \| .* `\w+` \|$", page, re.MULTILINE)
+    assert names == [*(known.name for known in FORMATS), *KINDS]
 
 
 def test_nothing_is_unpickled(import_files, tmp_path):

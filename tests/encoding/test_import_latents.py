@@ -31,11 +31,11 @@ SCALE = 0.5
 """The scaling_factor of the tiny autoencoder."""
 
 
-@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", FORMATS)
 def test_every_sample_arrives_with_its_label(write, samples, import_files, tmp_path):
     latents, labels = samples
-    settings = {"scale": SCALE, "shift": 0.25, "check_scale": True}
-    folder = import_files(write, (latents - 0.25) * SCALE, **settings)
+    stored = (latents - 0.25) * SCALE
+    folder = import_files(write, stored, scale=SCALE, shift=0.25, check_scale=True)
     tensors = read_set(folder)
     index = match(tensors["latents"], latents)
     assert torch.equal(tensors["labels"], labels[index])
@@ -142,7 +142,6 @@ def reorder(convert):
         reorder(lambda latents: latents.astype(">f4")),
         reorder(np.asfortranarray),
     ],
-    ids=["bfloat16", "float8", ">f4", "fortran"],
 )
 def test_latents_of_other_kinds_and_orders_are_converted(write, samples, import_files):
     latents = samples[0].to(torch.float8_e4m3fn).float()
@@ -153,7 +152,7 @@ def test_latents_of_other_kinds_and_orders_are_converted(write, samples, import_
 
 def test_classes_are_as_many_as_are_said(import_files, capsys):
     folder = import_files(classes=10)
-    assert read_manifest(folder).class_names == [str(i) for i in range(10)]
+    assert read_manifest(folder).class_names == [*map(str, range(10))]
     assert "10 classes, 7 of them without a training sample" in capsys.readouterr().out
 
 
@@ -161,16 +160,20 @@ def test_the_command_takes_a_file_of_names_a_folder_and_encoder_local(samples, v
     """The words are those of precompute_latents.py, and `source` is the folder of latents.npy and
     labels.npy."""
     npy(tmp_path, *samples)
+
+    def start():
+        import_latents(parse_words(ImportConfig, words, ""))
+
     names = tmp_path / "names.txt"
     words = [f"source={tmp_path}", "encoder=local", f"encoder.path={vae}", "scale=1", "shift=0"]
     words += ["check_scale=false", "device=cpu", f"out={tmp_path}/out", f"classes={names}"]
     with expect_refusal("does not exist; give a number, none, or a text file"):
-        import_latents(parse_words(ImportConfig, words, ""))
+        start()
     names.write_text("pear\npear\n")
     with expect_refusal("must name each class once"):
-        import_latents(parse_words(ImportConfig, words, ""))
+        start()
     names.write_text("apple\n\npear \nplum\n")
-    import_latents(parse_words(ImportConfig, words, ""))
+    start()
     assert read_manifest(tmp_path / "out").class_names == ["apple", "pear", "plum"]
     match(read_set(tmp_path / "out")["latents"], samples[0].half().float())
 

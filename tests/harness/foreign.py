@@ -1,11 +1,11 @@
 """Latents and labels as other tools save them, and edits that break their files."""
 
-import io
 import json
 import tarfile
 
 import numpy as np
 import torch
+import webdataset
 from safetensors.torch import save, save_file
 
 from data.blocks import BlockReader
@@ -64,19 +64,14 @@ def edm2(path, latents, labels):
 
 def tars(path, latents, labels):
     """Writes one tar of .npy and .cls members and one of .safetensors and .json members."""
-    first = {}
-    second = {}
-    for i in range(COUNT):
-        label = int(labels[i])
-        if i < 17:
-            stream = io.BytesIO()
-            np.save(stream, latents[i].numpy())
-            first |= {f"{i:04d}.latent.npy": stream.getvalue(), f"{i:04d}.cls": b"%d" % label}
-        else:
-            second[f"{i:04d}.safetensors"] = save({"latents": latents[i].clone()})
-            second[f"{i:04d}.json"] = json.dumps({"label": label}).encode()
-    write_tar(path / "0.tar", first)
-    write_tar(path / "1.tar", second)
+    for number, part in enumerate(torch.arange(COUNT).split(17)):
+        with webdataset.TarWriter(f"{path}/{number}.tar") as tar:
+            for i in part.tolist():
+                members = {"latent.npy": latents[i].numpy(), "cls": int(labels[i])}
+                if number:
+                    content = save({"latents": latents[i].clone()})
+                    members = {"safetensors": content, "json": {"label": int(labels[i])}}
+                tar.write({"__key__": f"{i:04d}", **members})
     return {"source": str(path)}
 
 
@@ -130,8 +125,7 @@ def edit_members(changes):
     def edit(path):
         with tarfile.open(path / "0.tar") as tar:
             members = {member.name: tar.extractfile(member).read() for member in tar}
-        members |= changes
-        kept = {name: content for name, content in members.items() if content is not None}
+        kept = {name: content for name, content in (members | changes).items() if content}
         write_tar(path / "0.tar", kept)
 
     return edit

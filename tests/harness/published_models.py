@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.import_weights import Kind, WeightsConfig, import_weights
+from scripts.import_weights import WeightsConfig, import_weights
 
 Weights = dict[str, Tensor]
 
@@ -177,7 +177,7 @@ def import_published(folder, content, encoder, shape, **changes):
     """Saves a checkpoint and imports it; returns the imported file."""
     torch.save(content, folder / "published.pt")
     settings = {
-        "kind": Kind.lightningdit if shape.lightning else Kind.sit,
+        "kind": "lightningdit" if shape.lightning else "sit",
         "encoder": str(encoder),
         "head_dim": shape.dim // shape.heads,
         "source": str(folder / "published.pt"),

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from sampling.load import load_run
-from scripts.import_weights import Kind, WeightsChoice, WeightsConfig, import_weights
+from scripts.import_weights import WeightsConfig, import_weights
 from tests.harness.published_models import SHAPES, draw_weights, import_published, velocity
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder
@@ -83,7 +83,7 @@ def test_a_training_checkpoint_gives_its_averages(publish, tmp_path):
     assert spec.mean == [0.0] * 3
     assert spec.std == [1 / 0.18215] * 3
     out = str(tmp_path / "raw.safetensors")
-    model, _ = load_pretrained(publish(content, weights=WeightsChoice.model, out=out), CPU)
+    model, _ = load_pretrained(publish(content, weights="model", out=out), CPU)
     assert torch.equal(model.pos_embed, SIT["pos_embed"])
 
 
@@ -147,7 +147,7 @@ def test_sit_without_an_encoder_has_the_channels_of_stable_diffusion(tmp_path):
     source = tmp_path / "sit.pt"
     torch.save(SIT, source)
     out = str(tmp_path / "x.safetensors")
-    cfg = WeightsConfig(source=str(source), kind=Kind.sit, out=out, head_dim=12)
+    cfg = WeightsConfig(source=str(source), kind="sit", out=out, head_dim=12)
     with expect_refusal("draws latents of 3 channels, and encoder=sd.* makes 4"):
         import_weights(cfg)
 
