@@ -65,12 +65,14 @@ def edm2(path, latents, labels):
 def tars(path, latents, labels):
     """Writes one tar of .npy and .cls members and one of .safetensors and .json members."""
     for number, part in enumerate(torch.arange(COUNT).split(17)):
-        with webdataset.TarWriter(f"{path}/{number}.tar") as tar:
+        with webdataset.TarWriter(f"{path}/{number}.tar", mtime=0) as tar:
             for i in part.tolist():
                 members = {"latent.npy": latents[i].numpy(), "cls": int(labels[i])}
                 if number:
-                    content = save({"latents": latents[i].clone()})
-                    members = {"safetensors": content, "json": {"label": int(labels[i])}}
+                    members = {
+                        "safetensors": save({"latents": latents[i].clone()}),
+                        "json": {"label": int(labels[i])},
+                    }
                 tar.write({"__key__": f"{i:04d}", **members})
     return {"source": str(path)}
 
