@@ -1,5 +1,6 @@
 """TensorBoard and W&B after a crash, and a run that is made longer."""
 
+import re
 import sys
 
 import pytest
@@ -31,11 +32,13 @@ def crash(run, monkeypatch):
     return start
 
 
-def test_tensorboard_shows_each_step_once(crash, tmp_path):
+def test_tensorboard_shows_each_step_once(crash, tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     crash("logger=tensorboard")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    folder = tmp_path / "run" / "tensorboard"
+    assert f"TensorBoard: tensorboard --logdir {folder}\n" in capsys.readouterr().out
+    events = EventAccumulator(str(folder))
     events.Reload()
     points = events.Scalars("loss")
     assert [point.step for point in points] == [*range(8, 88, 8)]
@@ -43,13 +46,29 @@ def test_tensorboard_shows_each_step_once(crash, tmp_path):
     assert [point.value for point in points] == pytest.approx(losses)
 
 
-def test_wandb_tells_a_restart(crash, tmp_path):
+def test_wandb_tells_a_restart(crash, tmp_path, monkeypatch, capfd):
+    """Each start and end is one line of ours, and none of W&B's. W&B itself fails at an empty
+    WANDB_SILENT."""
+    monkeypatch.setenv("WANDB_SILENT", "")
     crash("logger=wandb", "logger.mode=offline")
     folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
     records = [next(folder.glob("*.wandb")).read_bytes() for folder in folders]
     assert len(records) == 2
     for number, record in enumerate(records):
         assert record.count(b"restart\x82\x01\x01%d" % number) > 3
+    said = capfd.readouterr()
+    lines = re.findall(r"^W&B: (?:finished; )?offline in (.*); `wandb sync \1` ", said.out, re.M)
+    assert lines == [str(folder) for folder in folders for _ in range(2)]
+    assert "wandb:" not in said.out + said.err
+
+
+def test_wandb_without_a_login_says_so_and_logs_offline(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for place in ("NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(place, str(tmp_path / "none"))
+    run("logger=wandb")
+    said = capsys.readouterr().out
+    assert f"W&B: not logged in (run `wandb login`); offline in {tmp_path}/run/wandb/off" in said
 
 
 def test_a_longer_run_says_how_its_rate_jumps(run, capsys):

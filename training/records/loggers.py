@@ -3,6 +3,7 @@ and an error in a logger does not stop the run."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import warnings
@@ -41,7 +42,8 @@ class NoLogger:
 class WandbLogger(NoLogger):
     """Logs to Weights & Biases. The x axis is the number of samples seen, not W&B's own step: W&B
     drops a point if it already has one at a later step, which happens after a resume. A run that
-    crashed logs some points twice; `restart`, the number of starts before, tells them apart."""
+    crashed logs some points twice; `restart`, the number of starts before, tells them apart. Of
+    what W&B prints, only warnings and errors are shown."""
 
     def __init__(
         self,
@@ -51,9 +53,8 @@ class WandbLogger(NoLogger):
     ) -> None:
         self.project = project
         self.entity = entity
-        self.mode: Literal["online", "offline"] = mode
+        self.mode = mode
         self.run: Any = None
-        self.restart = 0
 
     def start(self, folder: Path, config: Values, samples: int = 0) -> None:
         import wandb
@@ -67,7 +68,13 @@ class WandbLogger(NoLogger):
         if not id_file.is_file():
             id_file.write_text(secrets.token_hex(4))
 
-        def begin() -> Any:
+        # W&B refuses an empty variable, such as WANDB_SILENT=; take it as one that is not set.
+        for name in list(os.environ):
+            if name.startswith("WANDB_") and not os.environ[name]:
+                del os.environ[name]
+
+        def begin(mode: Any) -> Any:
+            wandb.setup(wandb.Settings(show_info=False))
             return wandb.init(
                 project=self.project,
                 entity=self.entity,
@@ -76,7 +83,7 @@ class WandbLogger(NoLogger):
                 id=id_file.read_text(),
                 resume="allow",
                 config=dict(config),
-                mode=self.mode,
+                mode=mode,
                 settings=wandb.Settings(
                     init_timeout=30,
                     console="off",
@@ -88,23 +95,31 @@ class WandbLogger(NoLogger):
         # W&B records `sys.argv`, so hide the secrets in it while W&B starts.
         words = sys.argv
         sys.argv = redact_words(words)
+        why = ""
         try:
-            self.run = begin()
+            self.run = begin(self.mode)
         except Exception as error:
             # If W&B cannot start online (no key, no network, …), log offline, so that no data is
             # lost.
-            warnings.warn(
-                f"W&B cannot be reached ({type(error).__name__}: {shorten_error(error)}); logging "
-                f"offline into {folder}.",
-                stacklevel=2,
-            )
+            if isinstance(error, wandb.UsageError):
+                why = "not logged in (run `wandb login`); "
+            else:
+                warnings.warn(
+                    f"W&B cannot be reached ({type(error).__name__}: {shorten_error(error)}).",
+                    stacklevel=2,
+                )
             # The failed start left the run's id reserved in W&B's background service: stop the
             # service, so that the offline run can use the id.
             wandb.teardown()
-            self.mode = "offline"
-            self.run = begin()
+            self.run = begin("offline")
         finally:
             sys.argv = words
+        if self.run.offline:
+            kept = Path(self.run.dir).parent
+            self.place = f"offline in {kept}; `wandb sync {kept}` uploads it"
+        else:
+            self.place = self.run.url
+        print(f"W&B: {why}{self.place}", flush=True)
         self.run.define_metric("samples")
         self.run.define_metric("*", step_metric="samples")
 
@@ -138,6 +153,7 @@ class WandbLogger(NoLogger):
         # Shut down W&B's background service. It also exits by itself when idle, and a later run in
         # this process fails if it expects the service and finds it gone.
         wandb.teardown()
+        print(f"W&B: finished; {self.place}", flush=True)
 
 
 class TensorBoardLogger(NoLogger):
@@ -150,7 +166,9 @@ class TensorBoardLogger(NoLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         # Hide the points that a killed process logged after its last checkpoint.
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=samples + 1)
+        events = folder / "tensorboard"
+        self.writer = SummaryWriter(str(events), purge_step=samples + 1)
+        print(f"TensorBoard: tensorboard --logdir {events}", flush=True)
         self.writer.add_text(
             "config", "\n".join(f"    {key}: {value}" for key, value in config.items())
         )
