@@ -1,15 +1,14 @@
 """Writes a trained model in a format that other tools open.
 
     python -m scripts.export run_dir=runs/mine out=exported/mine
-    python -m scripts.export run_dir=runs/mine out=exported/mine push=me/my-model dry_run=true
     python -m scripts.export run_dir=runs/mine out=exported/adapter format=peft
     python -m scripts.export run_dir=runs/mine out=exported/merged.safetensors format=weights
 
 `diffusers`: a folder with one file of model code, weights, the pipeline, the autoencoder
 (include_autoencoder=false: only its name) and a model card; diffusers opens it with
-trust_remote_code=True. `peft`: the run's adapter in PEFT's format. `weights`: a weights
-file of fastlatent with the adapter merged. `push` uploads the folder with the login of
-`huggingface-cli login`, or HF_TOKEN; dry_run=true prints which files it would upload, and where.
+trust_remote_code=True, as the printed lines of Python do, and `hf upload me/my-model exported/mine`
+uploads it. `peft`: the run's adapter in PEFT's format. `weights`: a weights file of fastlatent with
+the adapter merged.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from common.config.paths import refuse_no_weights
 from common.config.schema import RuntimeConfig
@@ -31,12 +32,6 @@ if TYPE_CHECKING:
 
 PLAIN_RUNTIME = asdict(RuntimeConfig())
 """Runtime keys of an exported model: every key has its default, so no technique is on."""
-CARD_HEAD = """---
-library_name: diffusers
-tags: ["fastlatent", "latent-generative-model"]
----
-
-"""
 
 
 Format = StrEnum("Format", "diffusers peft weights")
@@ -49,9 +44,6 @@ class ExportConfig(ModelConfig):
     out: str | None = None
     format: Format = Format.diffusers
     include_autoencoder: bool = True
-    push: str | None = None
-    """Repository on the Hugging Face hub to upload to, as owner/name; null: no upload."""
-    dry_run: bool = False
 
     def check(self) -> None:
         """Checks the keys. Raises UserError if some are missing or contradict each other."""
@@ -61,14 +53,6 @@ class ExportConfig(ModelConfig):
         suffix = ".safetensors" if self.format is Format.weights else ""
         if not self.out.endswith(suffix):
             raise UserError(f"out={self.out} must end in {suffix} with format={self.format}.")
-        if self.push is not None and (
-            self.format is not Format.diffusers or self.push.count("/") != 1
-        ):
-            raise UserError(
-                f"push={self.push} must be <owner>/<name>, and goes with format=diffusers."
-            )
-        if self.dry_run and self.push is None:
-            raise UserError("dry_run=true is for push=<owner>/<name>; leave it out.")
         refuse_no_weights(self.key, self.path)
 
 
@@ -78,26 +62,21 @@ def export(cfg: ExportConfig) -> Path:
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
-    # If an earlier call, such as one with dry_run=true, has already written the folder, only upload
-    # it.
-    if cfg.push is None or not (out / "model_index.json").is_file():
-        for path in (out, temporary):
-            if path.exists():
-                raise UserError(
-                    f"out={cfg.out}: {path} is there already; choose another path, or delete it."
-                )
-        from common.files import make_folder, rename
+    for path in (out, temporary):
+        if path.exists():
+            raise UserError(
+                f"out={cfg.out}: {path} is there already; choose another path, or delete it."
+            )
+    from common.files import make_folder, rename
 
-        make_folder(out.parent)
-        try:
-            WRITERS[cfg.format](cfg, temporary)
-            rename(temporary, out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.unlink(missing_ok=True)
-        print(out, flush=True)
-    if cfg.push is not None:
-        push(out, cfg.push, cfg.dry_run)
+    make_folder(out.parent)
+    try:
+        code = WRITERS[cfg.format](cfg, temporary)
+        rename(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
+    print(f"{out}\n\n{code}" if code else out, flush=True)
     return out
 
 
@@ -111,27 +90,34 @@ def load_trained(cfg: ExportConfig) -> TrainedModel:
     )
 
 
-def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
-    """Writes a folder that diffusers opens."""
+def write_diffusers(cfg: ExportConfig, folder: Path) -> str:
+    """Writes a folder that diffusers opens. Returns Python code that opens it and draws samples."""
     from sampling.load import find_run_folder
-    from scripts.export.folder import can_be_included, write_folder
-    from scripts.report.history import History
-    from scripts.report.pages import render_card
+    from scripts.export.folder import can_be_included, find_branches, write_folder
+    from scripts.report.history import History, name_autoencoder
+    from scripts.report.pages import fill_template, render_card
 
     trained = load_trained(cfg)
-    include = cfg.include_autoencoder and can_be_included(trained)
-    if cfg.include_autoencoder and not include:
+    known = can_be_included(trained)
+    include = cfg.include_autoencoder and known
+    if include < cfg.include_autoencoder:
         print("the autoencoder is code of your own: it is named and not included", flush=True)
+    code = fill_template(
+        "snippet.py.jinja",
+        Markup,
+        out=cfg.out,
+        trained=trained,
+        include=include,
+        stock=known and not find_branches(trained),
+        autoencoder=name_autoencoder(trained.spec.encoder),
+    )
 
-    # Write the model card: code that samples from the folder, and, if the weights lie in a run
-    # folder, the report of the run.
-    how = describe_sampling(cfg, trained, include)
-    card = f"# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
+    # If the weights lie in a run folder, the model card reports the run.
     run = find_run_folder(trained.file)
-    if run and (run / "config.yaml").is_file():
-        card = render_card(History(run), how).partition("\n---\n\n")[2]
+    history = History(run) if run and (run / "config.yaml").is_file() else None
     folder.mkdir()
-    write_folder(folder, trained, CARD_HEAD + card, include)
+    write_folder(folder, trained, render_card(history, code, Path(str(cfg.out)).name), include)
+    return code
 
 
 def write_adapter(cfg: ExportConfig, folder: Path) -> None:
@@ -162,72 +148,6 @@ WRITERS = {
     Format.peft: write_adapter,
     Format.weights: write_weights,
 }
-
-
-def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
-    """Returns Markdown with Python code that opens the exported folder and draws samples. If no
-    class of diffusers decodes the latents correctly, the code draws latents only."""
-    from scripts.export.folder import can_be_included, find_branches, name_autoencoder
-
-    names = trained.spec.names[:2] or [0]
-    prompts = ["a red apple", "a yellow pear"][: len(names)]
-    given = {"class": names, "text": prompts, "class_and_text": f"{names}, prompt={prompts}"}
-    call = f"pipe({given[trained.conditioning]}, guidance_scale=2.0, seed=0"
-    last = f"{call}).images[0].save('sample.png')"
-    options = ""
-    note = ""
-    text = trained.spec.text
-    if (
-        trained.conditioning != "class"
-        and text
-        and Path(text.encoder.get("path") or "").is_absolute()
-    ):
-        options = ", text_encoder_path=<the folder of the text encoder>"
-    if not include and can_be_included(trained) and not find_branches(trained):
-        options += ", vae=<the autoencoder, opened by diffusers>"
-    elif not include:
-        last = f'latents = {call}, output_type="latent").images'
-        note = (
-            "\n\nNo class of diffusers computes what the autoencoder "
-            f"({name_autoencoder(trained)}) does, and one that opens its files gives wrong "
-            "colours. `python -m scripts.sample` draws images with the run."
-        )
-    code = (
-        "from diffusers import DiffusionPipeline\n\n# trust_remote_code runs Python files of this "
-        "folder: no library has this model or its sampler. Read them first.\n"
-        f'pipe = DiffusionPipeline.from_pretrained("{cfg.push or cfg.out}", '
-        f"trust_remote_code=True{options})\n"
-        f"{last}"
-    )
-    return f"```python\n{code}\n```{note}"
-
-
-def push(folder: Path, repository: str, dry_run: bool) -> None:
-    """Uploads the folder. huggingface_hub reads the login token itself; this code never sees the
-    token."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    size = sum(file.stat().st_size for file in files) / 2**20
-    if dry_run:
-        names = "\n".join(f"  {file.relative_to(folder)}" for file in files)
-        print(
-            f"would upload to https://huggingface.co/{repository}, {size:.1f} MiB:\n{names}",
-            flush=True,
-        )
-        return
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repository, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder)
-    # Catch all errors, because the network, the hub or a missing login raise many kinds of them.
-    except Exception as error:
-        raise UserError(
-            f"push={repository} failed ({type(error).__name__}); {folder} is complete. Log in "
-            f"with `huggingface-cli login`, and upload it: `huggingface-cli upload {repository} "
-            f"{folder}`."
-        ) from error
-    print(f"https://huggingface.co/{repository}, {size:.1f} MiB", flush=True)
 
 
 if __name__ == "__main__":

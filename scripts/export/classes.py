@@ -35,7 +35,8 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
     t = 1 is noise; y is int64, and the label `num_classes` stands for "no class". `mixer`,
     `attention` and `mlp` each describe a layer: the key "name" has the name of the layer's class,
     all other keys are its keyword arguments. Only the pipeline uses `latents`, which has the
-    statistics of the latents, the class names, and the settings of the sampler.
+    statistics of the latents, the class names, and the settings of the sampler; only diffusers'
+    AutoModel uses `auto_map`, which names this class.
     """
 
     @register_to_config
@@ -64,13 +65,14 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         text_tokens: bool = False,
         text: dict[str, Any] | None = None,
         latents: dict[str, Any] | None = None,
+        auto_map: dict[str, str] | None = None,
     ) -> None:
         # `register_to_config` has put all arguments into `config`, beside keys of its own, which
         # begin with _. Leave out layers that are not given, so that the model has its defaults.
         arguments = {
             key: value
             for key, value in self.config.items()
-            if key != "latents" and not key.startswith("_")
+            if key not in ("latents", "auto_map") and not key.startswith("_")
         }
         for key in ("mixer", "attention", "mlp"):
             node = arguments.pop(key)
@@ -124,13 +126,18 @@ class FastlatentPipeline(DiffusionPipeline):
 
     Without `vae`, latents that are pixels become images as they are; other latents need
     output_type="latent". `text_encoder_path` is the place of the text encoder, if it is another
-    than in training.
+    than in training. Only AutoModel of diffusers uses `auto_map`, which names the class of the
+    transformer.
     """
 
     _optional_components = ["vae"]  # noqa: RUF012 - the base class has it so
 
     def __init__(
-        self, transformer: Any, vae: Any = None, text_encoder_path: str | None = None
+        self,
+        transformer: Any,
+        vae: Any = None,
+        text_encoder_path: str | None = None,
+        auto_map: dict[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, vae=vae)

@@ -14,10 +14,10 @@ from torch import nn
 from common.config.build import resolve_target
 from common.errors import UserError
 from common.files import write_json
-from models.autoencoders import PixelAutoencoder
 from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
 from scripts.export.source import join_sources
+from scripts.report.history import name_autoencoder
 from training.checkpoint.files import write_tensors
 from training.weights.pretrained import list_sizes, list_targets
 
@@ -113,7 +113,7 @@ def write_transformer(part: Path, trained: TrainedModel) -> None:
         "std": spec.std,
         "class_names": spec.names,
         "sampling": {key: vars(trained.sampling)[key] for key in SAMPLER_KEYS},
-        "autoencoder": name_autoencoder(trained),
+        "autoencoder": name_autoencoder(spec.encoder),
         "global_branches": bool(find_branches(trained)),
     }
     config = {"_class_name": TRANSFORMER, **VERSION, **list_sizes(spec), **arguments, **AUTO_MAP}
@@ -121,17 +121,6 @@ def write_transformer(part: Path, trained: TrainedModel) -> None:
     (part / f"{MODELLING}.py").write_text(source)
     write_json(part / "config.json", config | {"latents": latents})
     write_tensors(part / "diffusion_pytorch_model.safetensors", trained.model.state_dict(), {})
-
-
-def name_autoencoder(trained: TrainedModel) -> str:
-    """Returns a name by which a user can find the autoencoder: hub id and revision, folder, or
-    class; "" if the latents are pixels."""
-    if isinstance(trained.autoencoder, PixelAutoencoder):
-        return ""
-    path, revision = (trained.spec.encoder.get(key) for key in ("path", "revision"))
-    if path is None:
-        return str(trained.spec.encoder.get("_target_"))
-    return Path(path).name if Path(path).is_absolute() else f"{path}, revision {revision}"
 
 
 def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
@@ -148,4 +137,4 @@ def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
 
 def can_be_included(trained: TrainedModel) -> bool:
     """Returns whether the folder can contain the autoencoder: False if the user wrote its class."""
-    return isinstance(trained.autoencoder, PixelAutoencoder) or hasattr(trained.autoencoder, "vae")
+    return not name_autoencoder(trained.spec.encoder) or hasattr(trained.autoencoder, "vae")

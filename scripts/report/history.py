@@ -95,14 +95,18 @@ class History:
 
     def read_checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reads the newest checkpoint. Returns its state as a flat mapping, and a mapping with the
-        number of parameters and the hash of the averaged weights; both are empty if there is no
-        checkpoint."""
+        file, the number of parameters and the hash of the averaged weights; both are empty if there
+        is no checkpoint."""
         checkpoints = list_complete(self.folder / "checkpoints")
         if not checkpoints:
             return {}, {}
         file = checkpoints[-1] / "ema.safetensors"
         parameters = sum(tensor.numel() for tensor in read_tensors(file).values())
-        weights = {"parameters": parameters, "sha256": hash_file(file)}
+        weights = {
+            "file": file.relative_to(self.folder),
+            "parameters": parameters,
+            "sha256": hash_file(file),
+        }
         return flatten(read_state_file(checkpoints[-1])), weights
 
     def read_evaluation(self, file: Path) -> Evaluation | None:
@@ -174,6 +178,18 @@ class History:
             "finished": "yes" if self.summary else UNFINISHED,
         }
         return {key: value for key, value in facts.items() if value not in (None, "")}
+
+
+def name_autoencoder(encoder: Mapping[str, Any]) -> str:
+    """Returns a name by which a user can find the autoencoder that `encoder`, the node of a latent
+    set, describes: hub id and revision, folder, or class; "" if the latents are pixels."""
+    path = encoder.get("path")
+    if path is None:
+        target = str(encoder.get("_target_"))
+        return "" if target == "models.autoencoders.PixelAutoencoder" else target
+    if Path(path).is_absolute():
+        return Path(path).name
+    return f"{path}, revision {encoder.get('revision')}"
 
 
 def format_cell(value: Any) -> str:

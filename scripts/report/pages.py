@@ -7,7 +7,6 @@ content. Equal runs give equal SVG plots.
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import shlex
@@ -28,7 +27,7 @@ from common.text import is_figure
 from common.trees import flatten
 from sampling.draw import SAMPLER_KEYS
 from scripts.report import history
-from scripts.report.history import HEADS, History, format_cell
+from scripts.report.history import History, format_cell
 
 MAX_GRIDS = 6
 GRID_WIDTH = 960
@@ -59,7 +58,7 @@ def fill_template(template: str, format_content: Callable[[Any], Any], **content
         trim_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else format_content(value),
     )
-    environment.filters["astuple"] = astuple
+    environment.filters |= {"astuple": astuple, "quote": shlex.quote}
     return environment.get_template(template).render(content, history=history)
 
 
@@ -100,32 +99,17 @@ def make_data_uri(kind: str, stream: io.BytesIO) -> str:
     return f"data:image/{kind};base64,{b64encode(stream.getvalue()).decode()}"
 
 
-def render_card(run: History, how: str = "") -> str:
-    """Returns the model card of a run, which begins with the front matter of the Hugging Face hub.
-    `how` is Markdown that explains how to draw samples; if `how` is "", the card shows a command
-    that samples from the run's weights file."""
-    words = [
-        f"{key}={run.config[f'sampling.{key}']}"
-        for key in SAMPLER_KEYS
-        if f"sampling.{key}" in run.config
-    ]
-    words = ["weights=ema.safetensors", *words, "out=samples/mine"]
-
-    model = run.environment.get("choices.model", "model")
-    objective = run.config["objective._target_"].rpartition(".")[2]
-    tags = ["fastlatent", "latent-generative-model", model, objective]
-    rows = [row for evaluation in run.evaluations for row in evaluation.rows]
-    shares = [row[HEADS.index("copied")] for row in rows]
+def render_card(run: History | None, code: str = "", name: str = "") -> str:
+    """Returns a model card, which begins with the front matter of the Hugging Face hub. `code` is
+    Python that draws samples from an exported folder; if it is "", the card shows a command that
+    samples from the run's weights file. Without a run, the card has only its `name` and `code`."""
     return fill_template(
         "card.md",
         escape_markdown,
         run=run,
-        model=model,
-        objective=objective,
-        tags=Markup(json.dumps(tags)),
-        how=Markup(how or f"    python -m scripts.sample {shlex.join(words)}"),
-        counts_copies=any(share != "" for share in shares),
-        distances=[(key, *points[-1]) for key, points in run.distances.items() if points],
+        name=run.name if run else name,
+        code=Markup(code),
+        keys=SAMPLER_KEYS,
     )
 
 
