@@ -32,8 +32,6 @@ from scripts.report.history import History, format_cell
 MAX_GRIDS = 6
 GRID_WIDTH = 960
 MARKUP_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"})
-SHADES = ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")
-"""Colours of the curves of a plot, light to dark."""
 PLOT_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
     # Precision in pixels to which curves are simplified; a curve of 100,000 points then takes 65
@@ -136,13 +134,12 @@ class Plot(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Points of one key, at least one of them finite, and the colour of the line."""
+    """Points of one key, at least one of them finite."""
 
     label: str
     points: list[tuple[float, float]]
     values: list[float]
     """Finite y values."""
-    color: str
 
 
 TRAINING_PLOTS = (
@@ -193,21 +190,20 @@ def collect_curves(plot: Plot, run: History) -> list[Curve]:
     """Returns the curves of a plot that have at least one finite point."""
     keys = [key for key in run.latest if re.fullmatch(plot.keys, key)]
     curves = []
-    for i, key in enumerate(keys, start=1):
+    for key in keys:
         points = [(x, y * plot.scale) for x, y in run.list_points(key, plot.over)]
         values = [y for _, y in points if math.isfinite(y)]
         label = re.sub(r"^eval_loss_t([\d.]+)_([\d.]+)$", r"t \1 to \2", key).replace("_", " ")
         label = {"eval_loss": "held-out loss", "loss": "training loss"}.get(key, label)
-        color = SHADES[max(round(i * len(SHADES) / len(keys)), 1) - 1]
         if values:
-            curves.append(Curve(label, points, values, color))
+            curves.append(Curve(label, points, values))
     return curves
 
 
 def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
     """Draws the plot and returns it as a data URI of an SVG image."""
     # Import matplotlib only here, because a model card is rendered without it.
-    from matplotlib import rc_context
+    from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator
 
@@ -215,12 +211,13 @@ def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
     highest = max(values)
     stream = io.BytesIO()
     with rc_context(PLOT_STYLE):
-        figure = Figure(figsize=(6.4, 3.6))
-        axes = figure.add_axes((0.13, 0.15, 0.84, 0.75))
-        for curve in curves:
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        for i, curve in enumerate(curves, start=1):
             xs, ys = zip(*curve.points, strict=True)
             marker = "o" if len(xs) <= 30 else ""
-            axes.plot(xs, ys, color=curve.color, marker=marker, markersize=3, label=curve.label)
+            color = colormaps["Blues"](0.25 + 0.65 * i / len(curves))
+            axes.plot(xs, ys, color=color, marker=marker, markersize=3, label=curve.label)
         if plot.floor is not None:
             axes.axhline(plot.floor, color="#5c636b", linestyle=":", label="the reference's floor")
             values.append(plot.floor)
@@ -239,6 +236,8 @@ def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
         over = plot.over.replace("train_seconds", "seconds of training")
         axes.set(xlim=(0.0, None), xlabel=over, ylabel=plot.unit)
         axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold")
-        axes.legend(frameon=False, fontsize=8, ncols=1 + (len(curves) > 4))
+        # The title names a single curve.
+        if len(axes.lines) > 1:
+            figure.legend(loc="outside right center", frameon=False, fontsize=8)
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return make_data_uri("svg+xml", stream)
