@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.ledger import LedgerRow, format_value
-from common.clock import format_shares
 from common.config.compose import read_config
 from common.errors import UserError
 from common.files import hash_file, read_object
@@ -23,7 +22,6 @@ from training.weights.pretrained import read_tensors
 
 FIGURE_COLUMNS = (*FIGURES, "why")
 HEADS = ("file", "weights", "features", *FIGURE_COLUMNS)
-UNFINISHED = "no: there is no summary.json, and figures are the last logged ones"
 
 
 class Evaluation(NamedTuple):
@@ -143,41 +141,12 @@ class History:
             if key.startswith(("fd_", "kd_"))
         }
 
-    def format_figures(self) -> dict[str, Any]:
-        """Returns a dict: name of a figure -> its value as the page shows it, with memory in
-        GiB."""
-        peak = self.figures.get("memory_reserved_peak")
-        return self.figures | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
-
-    def collect_facts(self) -> dict[str, Any]:
-        """Returns a dict with facts about the run: the chosen model, data and runtime files,
-        hardware, versions, command, time."""
-        get = self.environment.get
-        changed = " with uncommitted changes" if get("git.uncommitted_changes") else ""
-        argv = get("argv")
+    @property
+    def written(self) -> str:
+        """Time of the last change of the run's configuration and records, in UTC."""
         files = (self.folder / "config.yaml", *self.folder.glob("*.json*"))
         written = max(file.stat().st_mtime for file in files)
-        versions = [
-            f"{key.removeprefix('versions.')} {value}"
-            for key, value in self.environment.items()
-            if key.startswith("versions.")
-        ]
-
-        facts = {
-            **{key: get(f"choices.{key}") for key in ("model", "data", "runtime")},
-            "data fingerprint": self.state.get("spec.fingerprint"),
-            "batch (global)": self.config.get("batch_size"),
-            "precision": next((row.active for row in self.ledger if row.key == "precision"), None),
-            "hardware": get("hardware"),
-            "processes": self.state.get("world_size"),
-            "versions": ", ".join(versions),
-            "git commit": f"{get('git.commit')}{changed}" if get("git.commit") else None,
-            "command": " ".join(["python", *map(str, argv if isinstance(argv, list) else [])]),
-            "time": format_shares(self.read("time.json").get("seconds")),
-            "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
-            "finished": "yes" if self.summary else UNFINISHED,
-        }
-        return {key: value for key, value in facts.items() if value not in (None, "")}
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written))
 
 
 def name_autoencoder(encoder: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from accel.ledger import COLUMNS
+from common.clock import format_shares
 from common.config.compose import compose, parse_yaml, to_yaml
 from common.text import is_figure
 from common.trees import flatten
@@ -57,7 +58,9 @@ def fill_template(template: str, format_content: Callable[[Any], Any], **content
         finalize=lambda value: value if isinstance(value, Markup) else format_content(value),
     )
     environment.filters |= {"astuple": astuple, "quote": shlex.quote}
-    return environment.get_template(template).render(content, history=history)
+    return environment.get_template(template).render(
+        content, history=history, format_shares=format_shares
+    )
 
 
 def render_page(run: History) -> str:

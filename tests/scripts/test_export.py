@@ -1,5 +1,4 @@
-"""Exported models: a file of code that needs none of ours, equal bits in diffusers, and
-uploads."""
+"""Exported models: a file of code that needs none of ours, and equal bits in diffusers."""
 
 import dataclasses
 import json
@@ -9,7 +8,6 @@ import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -111,7 +109,9 @@ def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path)
 
 
 STOCK = """
+import logging
 import sys
+import warnings
 try:
     import models
     sys.exit("our packages can be imported here")
@@ -127,8 +127,14 @@ for kind, part in ((DiffusionPipeline, {}), (AutoModel, {"subfolder": "transform
     except Exception:
         continue
     sys.exit("opened without trust_remote_code")
+said = []
+warnings.showwarning = lambda *words: said.append(words)
+handler = logging.Handler(logging.WARNING)
+handler.handle = said.append
+logging.getLogger("diffusers").addHandler(handler)
 AutoModel.from_pretrained(folder, **part, trust_remote_code=True)
 pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+assert not [words for words in said if "ensure you trust" not in str(words)], said
 how = {"guidance_scale": 1.5, "guidance_interval": (0.1, 0.9), "num_inference_steps": 3}
 how |= {"internal_guidance": 1.5, "internal_interval": (0.3, 1.0)}
 how |= {"shift": 2.0, "seed": 7, "output_type": "np"}
@@ -147,9 +153,9 @@ np.savez(out, noise=noise.numpy(), **found)
 """
 
 
-def test_stock_diffusers_draws_the_same_images(tmp_path):
-    """A process without our packages opens the folder with its autoencoder, and only with
-    trust_remote_code."""
+def test_stock_diffusers_draws_the_same_images(tmp_path, capsys):
+    """A process without our packages opens the folder with its autoencoder, without a warning, and
+    only with trust_remote_code."""
     vae = save_tiny_taef2(tmp_path / "vae")
     words = ["model=hybrid_xs", "model.internal_block=1", *TINY_MODEL, "runtime=eager"]
     words += ["batch_size=4", "data=synthetic", "data.channels=4", "data.height=8"]
@@ -183,8 +189,10 @@ def test_stock_diffusers_draws_the_same_images(tmp_path):
         images = ours.sample(["pear", 0, "plum"], solver=solver, seed=7, **settings)
         assert np.array_equal(theirs[solver], images)
     assert not np.array_equal(theirs["given"], theirs["noise"])
-    card = (folder / "README.md").read_text()
-    assert f'from_pretrained("{folder}", trust_remote_code=True)' in card
+    printed, _, code = capsys.readouterr().out.partition("\n\n")
+    assert printed.endswith(str(folder))
+    assert f'from_pretrained("{folder}", trust_remote_code=True)' in code
+    assert f"```python\n{code}```" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -207,27 +215,6 @@ def test_the_autoencoder_may_stay_where_it_is(changes, includable, called, tmp_p
     assert called in (folder / "README.md").read_text()
 
 
-def test_push_uploads_the_folder_and_writes_no_token(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_TOKEN", "hf_thisisasecretvalue")
-    hub = MagicMock()
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    settings = {"weights": str(save_base(tmp_path / "base.safetensors")), "push": "me/mine"}
-    export_to(tmp_path / "dry", **settings, dry_run=True)
-    printed = capsys.readouterr().out
-    assert "would upload to https://huggingface.co/me/mine" in printed
-    assert "  transformer/config.json" in printed
-    assert not hub.mock_calls
-    folder = export_to(tmp_path / "dry", **settings)
-    hub.create_repo.assert_called_once_with("me/mine", exist_ok=True)
-    hub.upload_folder.assert_called_once_with(repo_id="me/mine", folder_path=folder)
-    files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert not [file for file in files if b"thisisasecret" in file.read_bytes()]
-    hub.upload_folder.side_effect = TypeError("hf_thisisasecretvalue")
-    with pytest.raises(ValueError, match=r"push=me/mine failed \(TypeError\); .* is complete"):
-        export_to(tmp_path / "broken", **settings)
-    assert "thisisasecret" not in capsys.readouterr().out
-
-
 def test_code_of_somebody_else_cannot_be_copied():
     node = compose(["model=dit_xs", "model.mixer._target_=myproj.Own"]).cfg.model
     with pytest.raises(ValueError, match="is code of your own, which format=diffusers cannot copy"):
@@ -240,8 +227,6 @@ def test_code_of_somebody_else_cannot_be_copied():
         ({"run_dir": None}, "run_dir is not set"),
         ({"out": None}, "out is not set; say where"),
         ({"format": Format.weights}, "must end in .safetensors with format=weights"),
-        ({"push": "mine"}, "push=mine must be <owner>/<name>"),
-        ({"dry_run": True}, "dry_run=true is for push="),
         ({"out": str(ROOT)}, "is there already"),
     ],
 )

@@ -156,7 +156,8 @@ heun""",
 CARD = """1,500 parameters
 1,617 training samples of 2 classes: cat, &lt;script&gt;
 | batch (global) | 32 |
-weights=ema.safetensors guidance=1.5 'guidance_interval=[0.0, 1.0]' solver=heun steps=20
+    python -m scripts.sample weights=checkpoints/step-100/ema.safetensors guidance=1.5
+guidance=1.5 'guidance_interval=[0.0, 1.0]' solver=heun steps=20
 | 21.25 | 3.25 | 0.021 | 0.001 |
 Protocol: count 1,000
 | fd\\_random | 3,200 | 9 |
@@ -192,10 +193,11 @@ def test_page_and_card_show_the_whole_run(plant, tmp_path, monkeypatch):
 
 def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant):
     run = History(plant("mine"))
-    card = render_card(run, how="open it in diffusers")
+    card = render_card(run, code="open it in diffusers")
     sha256 = hash_file(run.folder / "checkpoints/step-100/ema.safetensors")
     assert card.partition("## How to sample\n\n")[2].startswith(
-        "open it in diffusers\n\nThe weights are of step 100; sha256 of that checkpoint's "
+        "```python\nopen it in diffusers\n```\n\n"
+        "The weights are of step 100; sha256 of that checkpoint's "
         f"`ema.safetensors`: {sha256}.\n\n## "
     )
     # unless an evaluation counted copies, the card says that nobody has
