@@ -59,17 +59,20 @@ def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) 
     vae = getattr(trained.autoencoder, "vae", None)
     if vae is not None and include:
         vae.save_pretrained(folder / "vae")
-        index["vae"] = ["diffusers", trained.autoencoder.kind]
+        kind = ["diffusers", trained.autoencoder.kind]
+        config = {key: value for key, value in vae.config.items() if not key.startswith("_")}
+        if kind[1] == "AutoencoderTiny":
+            # AutoencoderTiny adds this key itself, and warns of it in a file.
+            del config["block_out_channels"]
         branches = find_branches(trained)
         if branches:
-            # Leave block_out_channels out of the configuration, because diffusers adds it itself.
-            added = "block_out_channels"
-            sizes = {k: v for k, v in vae.config.items() if k != added and not k.startswith("_")}
-            content = {"_class_name": AUTOENCODER, **VERSION, "sizes": sizes, "branches": branches}
-            write_json(folder / "vae/config.json", content)
+            kind = [AUTOENCODING, AUTOENCODER]
+            config = {"sizes": config, "branches": branches}
             source = join_sources(f"An autoencoder{ORIGIN}", CLASSES_MODULE + AUTOENCODER)
             (folder / f"vae/{AUTOENCODING}.py").write_text(source)
-            index["vae"] = [AUTOENCODING, AUTOENCODER]
+        write_json(folder / "vae/config.json", {"_class_name": kind[1], **VERSION, **config})
+        index["vae"] = kind
+
     # The pipeline needs the code of the text encoder.
     kinds = [CLASSES_MODULE + PIPELINE]
     if trained.text_level != "none" and trained.spec.text is not None:

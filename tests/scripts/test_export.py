@@ -120,7 +120,7 @@ except ModuleNotFoundError:
 import numpy as np
 import torch
 from diffusers import AutoModel, DiffusionPipeline
-folder, out = sys.argv[1:]
+folder, plain, out = sys.argv[1:]
 for kind, part in ((DiffusionPipeline, {}), (AutoModel, {"subfolder": "transformer"})):
     try:
         kind.from_pretrained(folder, **part)
@@ -133,6 +133,7 @@ handler = logging.Handler(logging.WARNING)
 handler.handle = said.append
 logging.getLogger("diffusers").addHandler(handler)
 AutoModel.from_pretrained(folder, **part, trust_remote_code=True)
+DiffusionPipeline.from_pretrained(plain, trust_remote_code=True)
 pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
 assert not [words for words in said if "ensure you trust" not in str(words)], said
 how = {"guidance_scale": 1.5, "guidance_interval": (0.1, 0.9), "num_inference_steps": 3}
@@ -173,11 +174,15 @@ def test_stock_diffusers_draws_the_same_images(tmp_path, capsys):
     weights = fill_zero_layers(training.model).state_dict()
     save_file(weights, file, make_header(header, "ema"))
     folder = export_to(tmp_path / "out", weights=str(file))
+    printed, _, code = capsys.readouterr().out.partition("\n\n")
+
+    tiny = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "tiny")
+    plain = export_to(tmp_path / "plain", weights=import_shape("sit", tmp_path, tiny))
 
     # Hugging Face copies the folder's code to HF_HOME; PYTHONPATH would show our packages
     environment = os.environ | {"HF_HOME": str(tmp_path / "hub")}
     environment.pop("PYTHONPATH", None)
-    command = [sys.executable, "-c", STOCK, str(folder), str(tmp_path / "drawn.npz")]
+    command = [sys.executable, "-c", STOCK, folder, plain, tmp_path / "drawn.npz"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -189,7 +194,6 @@ def test_stock_diffusers_draws_the_same_images(tmp_path, capsys):
         images = ours.sample(["pear", 0, "plum"], solver=solver, seed=7, **settings)
         assert np.array_equal(theirs[solver], images)
     assert not np.array_equal(theirs["given"], theirs["noise"])
-    printed, _, code = capsys.readouterr().out.partition("\n\n")
     assert printed.endswith(str(folder))
     assert f'from_pretrained("{folder}", trust_remote_code=True)' in code
     assert f"```python\n{code}```" in (folder / "README.md").read_text()
