@@ -58,6 +58,7 @@ class WandbLogger(NoLogger):
 
     def start(self, folder: Path, config: Values, samples: int = 0) -> None:
         import wandb
+        from wandb.errors import UsageError
 
         # Each start of the process makes a folder in wandb/.
         self.restart = len([*folder.glob("wandb/*run-*")])
@@ -101,7 +102,7 @@ class WandbLogger(NoLogger):
         except Exception as error:
             # If W&B cannot start online (no key, no network, …), log offline, so that no data is
             # lost.
-            if isinstance(error, wandb.UsageError):
+            if isinstance(error, UsageError):
                 why = "not logged in (run `wandb login`); "
             else:
                 warnings.warn(

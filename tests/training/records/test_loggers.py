@@ -34,7 +34,6 @@ class Wandb:
     """W&B as far as fastlatent uses it, down from one of four moments on."""
 
     Settings = dict
-    UsageError = KeyError
     setup = define_metric = teardown = Mock()
     url = dir = ""
 
@@ -80,6 +79,7 @@ class Wandb:
 def test_wandb_down(down, warning, lines, run, tmp_path, monkeypatch):
     fake = Wandb(down)
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, "wandb.errors", Mock(UsageError=KeyError))
     monkeypatch.setattr("training.records.loggers.FINISH_SECONDS", 0.5)
     with pytest.warns(UserWarning, match=warning):
         run(*TWENTY_STEPS, "logger=wandb")
