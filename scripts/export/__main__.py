@@ -100,7 +100,7 @@ def write_diffusers(cfg: ExportConfig, folder: Path) -> str:
     trained = load_trained(cfg)
     known = can_be_included(trained)
     include = cfg.include_autoencoder and known
-    if include < cfg.include_autoencoder:
+    if cfg.include_autoencoder and not known:
         print("the autoencoder is code of your own: it is named and not included", flush=True)
     code = fill_template(
         "snippet.py.jinja",
