@@ -38,10 +38,7 @@ WRONG_GRADIENTS = r"wrong gradients.*runtime\.compile_scope=model.*runtime\.cuda
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ["runtime.parallel.shard_degree=2"],
-            "is for hsdp; leave it out with runtime.parallel",
-        ),
+        (["runtime.parallel.shard_degree=2"], "is for hsdp; leave it out with runtime.parallel"),
         (["runtime.parallel.cpu_offload=true"], "is for fsdp and hsdp"),
         (["runtime.parallel.bucket_cap_mb=0"], "must be at least 1"),
         (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
