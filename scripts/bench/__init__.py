@@ -81,9 +81,9 @@ class BenchConfig:
     the `setting`."""
 
     setting: str | None = None
-    """Name of an entry of `settings` in scripts/bench/cases.yaml, which fixes model, batch and
-    latents: tiny; s32, s256 (model size s, batch of 32 or 256); s32x512 (batch of 32, 512 tokens);
-    or b256. null: s256 on a machine with a GPU, else tiny."""
+    """Model, batch and latents, an entry of `settings` in scripts/bench/cases.yaml; tiny; s32, s256
+    (model size s, batch of 32 or 256); s32x512 (batch of 32, 512 tokens); or b256. null: s256 on a
+    machine with a GPU, else tiny."""
     steps: Natural = 0
     """Training steps in one round."""
     repeats: Natural = 0
@@ -92,14 +92,14 @@ class BenchConfig:
     """Number of training steps for which the loss is compared with the baseline's, as the mean of
     the second half of these steps; 0: as many as `steps`."""
     inductor: bool = True
-    """false: leaves out the cases that compile with Inductor, which takes minutes on a CPU."""
+    """Measure the cases that compile with Inductor too, which takes minutes on a CPU."""
     name: str | None = None
     """Name of the results' folder in `out`; null: <command>_<setting>."""
     out: str = "bench"
     """The folder to which the command writes its results."""
     again: str | None = None
-    """all: measures every case again; failed: measures again the cases whose stored result is an
-    error; null: measures only cases that have no stored result of the present code."""
+    """Which cases to measure again; all; failed: those whose stored result is an error; null: none,
+    only cases that have no stored result of the present code."""
     rows: Words = field(default_factory=list)
     """Names, or beginnings of names, of the cases to measure; empty: all."""
 
@@ -138,6 +138,7 @@ class SeedsConfig(BenchConfig):
     """Keys of the commands `precision` and `memory`; each seed trains for `steps` steps."""
 
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Seeds of the runs, one run for each."""
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ class GpuConfig:
     """Benchmarks to run: names in the `queue` of queue.yaml, or beginnings of names, such as
     ladder; empty: all."""
     setting: str | None = None
-    """tiny: the benchmarks at sizes for two CPU cores; null: at the sizes whose results are
+    """Sizes of the benchmarks; tiny: those for two CPU cores; null: those whose results are
     published."""
     again: str | None = None
-    """failed: measures also the cases whose result, measured with the present code, is an error;
-    all: measures every case; null: measures the cases without a result, then those whose result is
-    of other code."""
+    """Which cases to measure again; failed: also those whose result, measured with the present
+    code, is an error; all: every case; null: the cases without a result, then those whose result
+    is of other code."""
 
 
 def plan_jobs(cfg: GpuConfig) -> list[Job]:

@@ -42,8 +42,11 @@ class ExportConfig(ModelConfig):
     """Keys of the command: the model to export, the format, and where to write it."""
 
     out: str | None = None
+    """Folder to write; for format=weights a file that ends in .safetensors."""
     format: Format = Format.diffusers
+    """What to write."""
     include_autoencoder: bool = True
+    """For diffusers: put the files of the autoencoder into the folder, not only its name."""
 
     def check(self) -> None:
         """Checks the keys. Raises UserError if some are missing or contradict each other."""

@@ -42,9 +42,11 @@ class LargestConfig:
     configuration."""
 
     hardware: str = "h100"
+    """Name of a GPU model."""
     gpus: Positive = 8
     """Number of GPUs in the ways that shard the model; all other ways have one GPU."""
     ways: list[str] = field(default_factory=lambda: WAYS)
+    """Overrides that save memory, each tried by itself; words of one way stand in one entry."""
 
 
 def forecast_largest(cfg: LargestConfig, words: list[str], way: str, card: Card) -> Forecast:

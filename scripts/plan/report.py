@@ -58,6 +58,7 @@ class PlanConfig:
     """Name of a GPU model, or `here` for this machine; null: this machine's GPU, or h100 if it has
     none."""
     gpus: Positive = 1
+    """Number of GPUs, all in one run."""
     price_per_hour: Annotated[float, Ge(0)] | None = None
     """Price of one GPU per hour, in any currency."""
     samples_per_s: Annotated[float, Gt(0)] | None = None
@@ -68,6 +69,7 @@ class PlanConfig:
     mfu: Annotated[float, Gt(0), Le(1)] | None = None
     """Model FLOPs utilisation: the share of its peak FLOP/s that each GPU is assumed to reach."""
     json: bool = False
+    """Print one object, as `--json` does."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class TuneConfig:
     """File to which the command writes the fastest runtime keys; null: conf/runtime/tuned.yaml,
     which runtime=tuned selects."""
     seconds: float = 120.0
+    """Longest time, in seconds, that measuring may take."""
 
 
 def choose_card(hardware: str | None) -> tuple[str, Card]:

@@ -23,7 +23,9 @@ class ReportConfig:
     """Keys of the command: the run, and where to write the report."""
 
     run_dir: str | None = None
+    """Folder of the run."""
     out: str | None = None
+    """The HTML page, and beside it the card; null: report.html and model_card.md in the folder."""
 
 
 def report(cfg: ReportConfig) -> tuple[Path, Path]:

@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image
 
 from accel.techniques.compilation import Compile
 from common.config.compose import compose, parse_words, parse_yaml
+from common.config.help import read_docstrings
 from common.files import ROOT
 from precompute_latents import precompute
 from scripts.average import AverageConfig
@@ -132,6 +134,11 @@ def check(line):
             plan_job(words[0], words[1:])
     else:
         parse_words(CONFIGS[name], words, "")
+
+
+@pytest.mark.parametrize("schema", [*CONFIGS.values(), PlanConfig, TuneConfig, LargestConfig])
+def test_the_help_of_a_command_has_a_line_for_each_key(schema):
+    assert {field.name for field in fields(schema)} == read_docstrings(schema).keys()
 
 
 @pytest.mark.parametrize("page", OTHERS)
