@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from accel.counted_rows import AdapterGradients, OptimizerState
 from accel.evidence import BlockProbe
-from accel.ledger import UNUSED, Ledger, LedgerRow
+from accel.ledger import NO_GPU, UNUSED, Ledger, LedgerRow
 from accel.stack import TECHNIQUES
 from accel.techniques.compilation import Compile
 from accel.techniques.fused_kernels import FusedKernel
@@ -250,3 +250,6 @@ def test_the_ledgers_table_marks_what_is_missing_and_its_line_says_what_is_on():
     assert marked == ["compile", "precision"]
     expected = "compile=false fused_adamw=true amp=true amp_dtype=bf16 trials=a=1,b=2"
     assert ledger.format_line() == f"Acceleration: {expected}"
+    ledger.append(LedgerRow("cuda_graph", True, False, NO_GPU))
+    *_, last = ledger.format_table("short").splitlines()
+    assert last == "  off: tf32; without a GPU: cuda_graph (ledger=full says why)"

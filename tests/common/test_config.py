@@ -21,6 +21,7 @@ from common.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from common.config.words import list_foreign
 from common.distributed.exit import run_app
 from common.files import ROOT
+from common.require_python import STOPPED
 from common.trees import list_nodes
 from scripts.import_latents import ImportConfig
 from tests.harness.commands import run_command
@@ -188,6 +189,12 @@ def test_nested_components_are_built_and_checked():
     del node["depth"]
     with expect_refusal("model lacks depth"):
         build_model(node)
+
+
+def test_ctrl_c_ends_a_command_with_one_line(capsys):
+    with pytest.raises(SystemExit, match="130"), report_user_errors():
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == f"\n{STOPPED}\n"
 
 
 def test_an_error_that_is_not_the_users_keeps_its_traceback():

@@ -1,4 +1,5 @@
-"""Keys, and variables of a launcher, that do not go together."""
+"""Keys that contradict the variables of a launcher; those that contradict each other are in
+tests/assets/mistakes.yaml."""
 
 import pytest
 
@@ -27,39 +28,3 @@ def test_what_accelerate_says_otherwise_is_refused(variable, precision, sentence
         return
     with expect_refusal(sentence):
         refuse_contradictions(cfg)
-
-
-MAX_AUTOTUNE = "runtime.compile_mode=max-autotune-no-cudagraphs"
-REDUCE_OVERHEAD = "runtime.compile_mode=reduce-overhead"
-WHOLE_MODEL = "runtime.compile_scope=model"
-WRONG_GRADIENTS = r"wrong gradients.*runtime\.compile_scope=model.*runtime\.cuda_graph=true"
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["runtime.parallel.shard_degree=2"], "is for hsdp; leave it out with runtime.parallel"),
-        (["runtime.parallel.cpu_offload=true"], "is for fsdp and hsdp"),
-        (["runtime.parallel.bucket_cap_mb=0"], "must be at least 1"),
-        (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
-        *(
-            ([f"runtime.checkpoint_policy={policy}"], "or every_<n> with n from 2 on")
-            for policy in ("every_1", "every_x")
-        ),
-        (["+runtime.parallel.nccl.DEBUG=INFO"], "set it in the environment of the command"),
-        (
-            ["runtime.parallel.mode=fsdp", "runtime.compile=true", "runtime.compile_scope=model"],
-            "block by block",
-        ),
-        (["runtime.parallel.mode=ddp", "runtime.cuda_graph=true"], "never tried"),
-        (["runtime=production", "deterministic=true", MAX_AUTOTUNE], "deterministic=true"),
-        (["runtime=production", REDUCE_OVERHEAD], WRONG_GRADIENTS),
-        *(
-            (["runtime=production", REDUCE_OVERHEAD, WHOLE_MODEL, word], WRONG_GRADIENTS)
-            for word in ("accumulation_steps=2", "runtime.cuda_graph=true")
-        ),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(words, sentence):
-    with expect_refusal(sentence):
-        compose(words)

@@ -51,8 +51,8 @@ def test_an_older_python_is_told_before_anything_fails_on_it(start, tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.parametrize(("program", "code"), [("train.py", 130), ("notebook", 1)])
-def test_ctrl_c_before_a_run_catches_it_is_one_line(program, code):
+@pytest.mark.parametrize(("program", "code"), [("train.py", 130), ("-m", 130), ("notebook", 1)])
+def test_ctrl_c_before_a_command_catches_it_is_one_line(program, code):
     """In a notebook it stays Python's own."""
     script = f"import sys; sys.argv = [{program!r}]; import common.require_python, os, signal\n"
     script += "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: sys.exit(1)"

@@ -89,6 +89,8 @@ def test_samples_of_prompts(captioned_run, tmp_path):
     images, numbers, facts = draw(captioned_run, tmp_path / "a", listed, *words)
     assert numbers == [0, 1, 0, 1, 0, 1]
     assert facts["classes"] == {"0": PROMPT, "1": OTHER}
+    same, *_ = draw(captioned_run, tmp_path / "c", f"prompt=[{PROMPT},{OTHER}]", *words)
+    assert np.array_equal(same, images)
     how = {"batch_size": 4, "steps": 2, "guidance": 20.0}
     again = model.sample(choose(model, 1, 2) * 3, prompts=[PROMPT, OTHER] * 3, **how)
     assert np.array_equal(again, images)
