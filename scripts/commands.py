@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,17 @@ ENCODER_CLASSES = {
 """Group of the configuration -> class that opens a folder or hub id."""
 
 
+@contextmanager
+def end_command() -> Iterator[None]:
+    """Ends a command whose work is the `with` block: with one sentence after a mistake of the user
+    (exit code 1) and at Ctrl-C (exit code 130)."""
+    with exit_cleanly(), report_user_errors():
+        # Raise KeyboardInterrupt at Ctrl-C from now on, so that the command removes what it began.
+        if signal.getsignal(signal.SIGINT) is stop_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+
+
 def run_command(
     run: Callable[..., object],
     schema: type,
@@ -32,18 +44,12 @@ def run_command(
     takes_overrides: bool = False,
 ) -> None:
     """Runs the function `run` of a command with the keys of the command line, an instance of
-    `schema`, and, if it `takes_overrides`, with a list of all other words. Mistakes of the user
-    (exit code 1) and Ctrl-C (exit code 130) end it with one sentence."""
-    with exit_cleanly(), report_user_errors():
-        arguments: tuple[Any, ...]
+    `schema`, and, if it `takes_overrides`, with a list of all other words."""
+    with end_command():
         if takes_overrides:
-            arguments = split_words(schema, sys.argv[1:], help_text or "")
+            run(*split_words(schema, sys.argv[1:], help_text or ""))
         else:
-            arguments = (parse_words(schema, sys.argv[1:], help_text or ""),)
-        # Raise KeyboardInterrupt at Ctrl-C from now on, so that a command removes what it began.
-        if signal.getsignal(signal.SIGINT) is stop_at_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        run(*arguments)
+            run(parse_words(schema, sys.argv[1:], help_text or ""))
 
 
 def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:

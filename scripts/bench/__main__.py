@@ -7,9 +7,9 @@ import sys
 from importlib import import_module
 
 import scripts.bench
-from common.config.compose import report_user_errors
 from common.errors import UserError
 from scripts.bench import TABLES, Words
+from scripts.commands import end_command
 
 OTHERS = {
     "gpu": "queue.run_queue",
@@ -57,5 +57,5 @@ if __name__ == "__main__":
     # Silence Python's resource trackers: they warn about leaks of the child processes that the
     # runner kills.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-    with report_user_errors():
+    with end_command():
         main(sys.argv[1:])

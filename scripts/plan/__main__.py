@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import sys
 
-from common.config.compose import report_user_errors
 from common.errors import UserError
-from scripts.commands import split_words
+from scripts.commands import end_command, split_words
 
 
 def main(words: list[str]) -> None:
@@ -54,5 +53,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with report_user_errors():
+    with end_command():
         main(sys.argv[1:])
