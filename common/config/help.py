@@ -17,6 +17,8 @@ from common.text import format_table
 
 WIDTH = 118
 """Characters in a line of the text."""
+MAX_VALUE = 30
+"""Characters that are shown of a default."""
 REST = re.compile(r"(;|\.( |$)).*")
 """Matches what follows the first clause of a text."""
 
@@ -44,6 +46,7 @@ def list_keys(keys: Any, prefix: str = "") -> list[tuple[str, str]]:
             rows += list_keys(value, f"{prefix}{node.name}.")
         elif node.name in texts:
             shown = re.sub(r'[" ]', "", json.dumps(value, ensure_ascii=False))
+            shown = shown if len(shown) < MAX_VALUE else f"{shown[:MAX_VALUE]}…"
             meaning = REST.sub("", " ".join(texts[node.name].split()))
             if isinstance(value, Enum):
                 meaning += f": {name_type(type(value))}"

@@ -24,32 +24,25 @@ import sys
 
 from common.errors import UserError
 from scripts.commands import end_command, split_words
+from scripts.plan import largest, report
 
 
 def main(words: list[str]) -> None:
-    """Runs the command that the first argument names, or plans a run if the first argument is an
-    override."""
-    if not words or words[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
-        return
-
-    # Import the commands only here, so that --help does not wait for torch.
-    from scripts.plan import largest, report
-
-    command, *rest = words
-    if "=" in command:
-        print(report.plan(*split_words(report.PlanConfig, words, __doc__ or "")))
+    """Runs the command that the first argument names, or plans a run if that is an override."""
+    command, *rest = words or ["--help"]
+    if "=" in command or command.startswith("-"):
+        text = report.plan(*split_words(report.PlanConfig, [command, *rest], __doc__ or ""))
     elif command == "largest":
-        print(
-            largest.compare_ways(*split_words(largest.LargestConfig, rest, largest.__doc__ or ""))
-        )
+        own = split_words(largest.LargestConfig, rest, largest.__doc__ or "")
+        text = largest.compare_ways(*own)
     elif command == "tune":
-        print(report.tune(*split_words(report.TuneConfig, rest, __doc__ or "")))
+        text = report.tune(*split_words(report.TuneConfig, rest, __doc__ or ""))
     else:
         raise UserError(
             f"plan {command}: there is no such command; give overrides to plan a run, or choose "
             "largest or tune."
         )
+    print(text)
 
 
 if __name__ == "__main__":

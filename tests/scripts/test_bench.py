@@ -75,7 +75,7 @@ def test_every_command_has_help(capsys):
     for command in (*COMMANDS, "gpu", "floor"):
         with pytest.raises(SystemExit, match="0"):
             bench([command, "--help"])
-        assert ("\ncard: " if command == "floor" else "\nsetting: ") in capsys.readouterr().out
+        assert ("\ncard=" if command == "floor" else "\nsetting=") in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
