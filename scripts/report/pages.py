@@ -33,25 +33,14 @@ from scripts.report.history import History, format_cell
 MAX_GRIDS = 6
 GRID_WIDTH = 960
 MARKUP_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"})
-PLOT_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "fastlatent",
-    # Precision in pixels to which curves are simplified; a curve of 100,000 points then takes 65
-    # kB.
-    "path.simplify_threshold": 0.5,
-    "text.parse_math": False,
-    "font.size": 9.5,
-    "axes.grid": True,
-    "grid.color": "#e6e8eb",
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), "#3a3f45"),
-}
+FOLDER = Path(__file__).parent
 
 
 def fill_template(template: str, format_content: Callable[[Any], Any], **content: Any) -> str:
     """Fills a template of this folder with `content`. `format_content` formats each inserted value;
     then the value is escaped."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -145,16 +134,7 @@ class Curve(NamedTuple):
     """Finite y values."""
 
 
-TRAINING_PLOTS = (
-    Plot("Loss", "loss", r"loss(_.+)?|eval_loss", log=True),
-    Plot("Held-out loss by time t", "held-out loss", r"eval_loss_t[\d.]+_[\d.]+", log=True),
-    Plot("Gradient norm", "norm before clipping", "grad_norm", log=True),
-    Plot("Learning rate", "learning rate", "lr"),
-    Plot("Throughput", "samples/s", "samples_per_s"),
-    Plot("Waiting for data", "% of the time", "data_wait", 100.0),
-    Plot("GPU memory", "GiB reserved at most", "memory_reserved_peak", 2.0**-30),
-    Plot("Skipped steps", "steps since the line before", "skipped|backed_off"),
-)
+TRAINING_PLOTS = [Plot(**row) for row in parse_yaml((FOLDER / "plots.yaml").read_text())]
 
 
 def list_distance_plots(run: History) -> list[Plot]:
@@ -213,7 +193,7 @@ def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
     values = [y for curve in curves for y in curve.values]
     highest = max(values)
     stream = io.BytesIO()
-    with rc_context(PLOT_STYLE):
+    with rc_context(fname=FOLDER / "plots.mplstyle"):
         figure = Figure(figsize=(6.4, 3.6), layout="constrained")
         axes = figure.add_subplot()
         for i, curve in enumerate(curves, start=1):
