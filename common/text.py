@@ -53,6 +53,18 @@ def shorten_error(error: BaseException) -> str:
     return MEMORY_ADDRESS.sub("", escape_unprintable(lines[0]))
 
 
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB")
+
+
+def format_bytes(size: float) -> str:
+    """Formats a number of bytes with up to four digits, such as "23.65 MiB"."""
+    power = 0
+    while size >= 1024 and power < len(BYTE_UNITS) - 1:
+        size /= 1024
+        power += 1
+    return f"{size:.4g} {BYTE_UNITS[power]}"
+
+
 NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
 """Matches the start of a table cell that holds a number; `format_table` aligns it to the right."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from common.condition import EncodedText
 from common.errors import UserError
 from common.memory import GIB, count_host_bytes
+from common.text import format_bytes
 from common.workers import Prefetcher, Readers
 from data.blocks import BlockReader, OnCorrupt, add_skipped, open_set
 from data.caption_blocks import read_captions
@@ -259,9 +260,9 @@ class ResidentLatents(InMemoryLatents):
             self.hold(tensors, held_out_tensors)
         elif storage == "int8":
             raise UserError(
-                f"data.storage=int8: {format_gib(sample_bytes * train.count)} do not fit into the "
-                f"{format_gib(allowed)} allowed; use data.storage=native, which takes a chunk at a "
-                "time, or raise data.device_memory_gib."
+                f"data.storage=int8: {format_bytes(sample_bytes * train.count)} do not fit into "
+                f"the {format_bytes(allowed)} allowed; use data.storage=native, which takes a chunk "
+                "at a time, or raise data.device_memory_gib."
             )
         else:
             self.captions = train.captions = read_captions(train, self.text)
@@ -274,8 +275,8 @@ class ResidentLatents(InMemoryLatents):
         if self.rank == 0:
             rule = "half of what is free" if device_memory_gib is None else "as given"
             print(
-                f"data: the set takes {format_gib(whole)} and {format_gib(allowed)} are allowed "
-                f"({rule}), so {plan}",
+                f"data: the set takes {format_bytes(whole)} and {format_bytes(allowed)} are "
+                f"allowed ({rule}), so {plan}",
                 flush=True,
             )
 
@@ -297,10 +298,6 @@ class ResidentLatents(InMemoryLatents):
         super().load_state_dict(state)
         if isinstance(self.samples, ChunkedSet):
             self.samples.restart(state["chunk"])
-
-
-def format_gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
 
 
 def find_allowed_memory(device: torch.device, configured_gib: float | None, world_size: int) -> int:

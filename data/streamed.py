@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.errors import UserError
 from common.memory import GIB
-from common.text import shorten_error
+from common.text import format_bytes, shorten_error
 from common.workers import Prefetcher, Readers, refuse_small_shared_memory
 from data.blocks import BlockReader, OnCorrupt, SkippedBlock, add_skipped, open_set
 from data.caption_blocks import read_captions
@@ -269,13 +269,13 @@ class StreamedLatents(LatentLoader):
         print(
             f"data: {self.spec.count} samples in {len(places)} blocks from {self.blocks.source}, "
             f"{streams} streams, windows of {self.window}; in each process windows take up to "
-            f"{windows / 2**20:.2f} MiB and reading about {reading / 2**20:.2f} MiB of host memory",
+            f"{format_bytes(windows)} and reading about {format_bytes(reading)} of host memory",
             flush=True,
         )
         if self.captions is not None:
             count = self.captions.spec.count
-            size = count * self.captions.row_bytes / 2**20
-            print(f"data: {count} captions take {size:.2f} MiB of host memory", flush=True)
+            size = format_bytes(count * self.captions.row_bytes)
+            print(f"data: {count} captions take {size} of host memory", flush=True)
 
     def start_reading(self) -> Prefetcher[JoinedBatch]:
         """Starts the workers, and the thread that joins their parts of batches; returns an iterator
@@ -368,7 +368,7 @@ def choose_stream_count(
     if not fewest * stream_bytes <= allowed_gib * GIB:
         raise UserError(
             f"data.host_memory_gib={allowed_gib} is too little for {fewest} streams, whose windows "
-            f"take {fewest * stream_bytes / GIB:.2f} GiB; raise it, or lower "
+            f"take {format_bytes(fewest * stream_bytes)}; raise it, or lower "
             f"data.{'streams' if configured else 'window'}."
         )
     if configured:

@@ -21,6 +21,7 @@ from common.config.paths import refuse_no_set
 from common.config.schema import Device, Natural, refuse_unset, refuse_values
 from common.errors import UserError
 from common.output import Progress
+from common.text import format_bytes
 from scripts.commands import run_command
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
     print(
         f"{source}: {manifest.count} training and {manifest.held_out} held-out latents of {shape} "
         f"in {manifest.dtype}, {len(manifest.class_names)} classes, {len(manifest.shards)} "
-        f"shards, {total / 2**30:.2f} GiB"
+        f"shards, {format_bytes(total)}"
     )
     if cfg.count and not problems:
         print(write_decoded_grid(cfg, source, manifest))

@@ -9,6 +9,7 @@ from itertools import islice
 import pytest
 import torch
 
+from common.text import format_bytes
 from data.loader import LatentTensors, draw_samples
 from data.order import ChunkOrder, RankPositions, StreamOrder
 from data.resident import ChunkedSet
@@ -170,7 +171,7 @@ def test_the_memory_of_windows_is_bounded_and_said(folder, capsys):
 
     # a stream holds two windows of 5 samples and a block of 4
     a_stream = 14 * max(place.block.size / place.block.samples for place in loader.blocks.places)
-    assert f"windows take up to {4 * a_stream / 2**20:.2f} MiB" in capsys.readouterr().out
+    assert f"windows take up to {format_bytes(4 * a_stream)}" in capsys.readouterr().out
     for streams, expected in ((None, 2), (3, 3)):
         loader = streamed(folder, streams=streams, host_memory_gib=3.1 * a_stream / 2**30)
         assert loader.order.streams == expected

@@ -76,7 +76,7 @@ def fill(disk, leave):
 def test_room_is_looked_for_first(small_disk, run_whole):
     folder = small_disk / "run"
     filler = fill(small_disk, leave=1_000_000)
-    with expect_refusal(r"step-2 cannot be saved \(it needs .* GiB, .* GiB are free\)"):
+    with expect_refusal(r"step-2 cannot be saved \(it needs .*iB, .*iB are free\)"):
         start_run(folder)
     assert not list((folder / "checkpoints").iterdir())
     filler.unlink()

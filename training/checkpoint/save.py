@@ -28,7 +28,7 @@ from common.distributed.ranks import SINGLE, JointWork, Ranks
 from common.errors import UserError
 from common.files import hash_file, make_folder, rename, sync_folder, write_json
 from common.output import Progress
-from common.text import replace_non_finite
+from common.text import format_bytes, replace_non_finite
 from training.checkpoint.files import RANK_FILE, Staged, make_header, stage, write_tensors
 from training.checkpoint.load import (
     FORMAT_VERSION,
@@ -71,7 +71,7 @@ class Save:
         free = shutil.disk_usage(self.folder.parent).free
         needed = FREE_SPACE_FACTOR * self.size
         if free < needed:
-            raise OSError(f"it needs {needed / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free")
+            raise OSError(f"it needs {format_bytes(needed)}, {format_bytes(free)} are free")
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir()
 

@@ -21,7 +21,7 @@ from common.config.schema import TrainConfig
 from common.distributed.ranks import Ranks
 from common.errors import UserError
 from common.files import make_folder, replace_file
-from common.memory import GIB
+from common.text import format_bytes
 from models.adapters import find_trained_parameters
 from training.checkpoint.files import HASH_KEY, hash_tensors, make_header, stage, write_tensors
 from training.optim.power_averages import LENGTHS
@@ -70,10 +70,10 @@ def prepare_snapshots(cfg: TrainConfig, state: TrainState, run: Path) -> str:
     averaged = find_trained_parameters(state.model)
     size = count * 4 * len(LENGTHS) * sum(p.numel() for p in averaged.values())
     free = shutil.disk_usage(folder).free
-    sentence = f"{count} snapshots of {len(LENGTHS)} averages: {size / GIB:.3g} GiB in {folder}"
+    sentence = f"{count} snapshots of {len(LENGTHS)} averages: {format_bytes(size)} in {folder}"
     if free < size:
         raise UserError(
-            f"ema.snapshots={cfg.ema.snapshots}: {sentence}, where {free / GIB:.3g} GiB are free; "
+            f"ema.snapshots={cfg.ema.snapshots}: {sentence}, where {format_bytes(free)} are free; "
             "free space, or use fewer snapshots."
         )
     return f"\n{sentence}"

@@ -84,7 +84,7 @@ def test_what_cannot_be_had_is_refused(run, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
-        with expect_refusal(r"ema\.snapshots=2: 2 snapshots of 2 averages: .* GiB are free"):
+        with expect_refusal(r"ema\.snapshots=2: 2 snapshots of 2 averages: .* are free"):
             run("ema.snapshots=2", folder="small")
 
 
