@@ -261,8 +261,8 @@ class ResidentLatents(InMemoryLatents):
         elif storage == "int8":
             raise UserError(
                 f"data.storage=int8: {format_bytes(sample_bytes * train.count)} do not fit into "
-                f"the {format_bytes(allowed)} allowed; use data.storage=native, which takes a chunk "
-                "at a time, or raise data.device_memory_gib."
+                f"the {format_bytes(allowed)} allowed; use data.storage=native, which takes a "
+                "chunk at a time, or raise data.device_memory_gib."
             )
         else:
             self.captions = train.captions = read_captions(train, self.text)
