@@ -15,7 +15,6 @@ If the command was stopped, run it again: it continues the job.
 """
 
 import common.require_python  # isort: skip  # noqa: F401  # refuses a Python that is too old
-import os
 import shlex
 import time
 from pathlib import Path
@@ -25,10 +24,6 @@ from omegaconf import DictConfig
 
 from common.config.compose import Composed, compose_from_hydra, report_user_errors
 from common.distributed.exit import run_app
-
-# Silence the messages that PyTorch's profiler prints in the warm-up, because they do not help a
-# user.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def precompute(composed: Composed) -> Path:

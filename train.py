@@ -9,7 +9,6 @@ python train.py ... --cfg job --resolve                 prints the configuration
 """
 
 from common.require_python import PROCESS_START  # isort: skip
-import os
 from typing import Any
 
 import hydra
@@ -22,9 +21,6 @@ from common.config.compose import Composed, compose_from_hydra, report_user_erro
 from common.distributed.exit import Request, StopRequest, run_app
 from common.output import Progress
 from training.sweeps import run_trial
-
-# Silence PyTorch's profiler: its messages about the profiled warm-up step do not help users.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def train(composed: Composed, began: float | None = None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Ends the process with an error message if fastlatent is not tested with this version of Python,
-and with one line at Ctrl-C, until a command catches that itself.
+and with one line at Ctrl-C, until a command catches that itself. Silences PyTorch's profiler.
 
 Each command imports this file before any other file, so this file must parse on any Python from 3.8
 on.
@@ -38,6 +38,9 @@ def stop_at_once(*_: object) -> None:
 
 
 refuse_python()
+# The profiler's messages about the warm-up do not help a user. PyTorch reads this variable when it
+# is imported.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # Leave notebooks and tests, which import a command, their own handling of Ctrl-C. While `python -m`
 # imports the package of a command, the program's name is "-m".
 IS_COMMAND = os.path.basename(sys.argv[0]) in ("train.py", "precompute_latents.py", "-m")
