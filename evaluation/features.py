@@ -72,22 +72,18 @@ class Features(nn.Module, ABC):
     def __call__(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         assert images.dtype == torch.uint8
         assert images.shape[3:] == (3,)
-        with torch.no_grad(), use_exact_arithmetic(images.device):
+        with use_exact_arithmetic(images.device):
             return super().__call__(images).float()
 
 
 @contextmanager
 def use_exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Inside the `with` block PyTorch computes without autocast and TF32, and with the same
-    convolution algorithms every time."""
-    settings = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
-    try:
-        with disable_tf32(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings
+    """Inside the `with` block PyTorch computes without gradients, autocast and TF32, and with the
+    same convolution algorithms every time."""
+    same_algorithms = torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False)
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), same_algorithms, disable_tf32(), no_autocast:
+        yield
 
 
 def decode_images(
@@ -95,7 +91,7 @@ def decode_images(
 ) -> UInt8[Tensor, "B H W 3"]:
     """Decodes raw latents to 8-bit images on the CPU, in true fp32 whatever the process sets for
     TF32 and autocast."""
-    with torch.no_grad(), use_exact_arithmetic(latents.device):
+    with use_exact_arithmetic(latents.device):
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
 
@@ -198,13 +194,11 @@ class InceptionFeatures(Features):
 
     def __init__(self, weights: str | None) -> None:
         super().__init__()
-        remedy = f"download {INCEPTION_URL} and give its path"
-        if weights is None:
-            raise UserError(f"features=inception needs inception=<file>; {remedy}.")
-        file = Path(weights).expanduser()
+        file = Path(weights or "").expanduser()
         if not file.is_file() or hash_file(file) != INCEPTION_SHA256:
             raise UserError(
-                f"inception={weights} is not {INCEPTION_FILE}, or is damaged; {remedy}."
+                f"inception={weights} is not {INCEPTION_FILE}, or is damaged; download "
+                f"{INCEPTION_URL} and give its path."
             )
         module = "torch_fidelity.feature_extractor_inceptionv3"
         network = import_attribute(self.name, module, "FeatureExtractorInceptionV3")
@@ -226,23 +220,13 @@ class Dinov2Features(Features):
 
     def __init__(self, path: str | None) -> None:
         super().__init__()
-        if path is None:
-            raise UserError(
-                "features=dinov2 needs dinov2=<folder or hub id>, for example facebook/dinov2-base."
-            )
-
         model = import_attribute(self.name, "transformers", "Dinov2Model")
         files = ["config.json", "model.safetensors"]
-        folder, _ = find_folder(self.name, path, files, "facebook/dinov2-base.")
-        config = folder / "config.json"
-        if not config.is_file():
-            raise UserError(
-                f"dinov2={path}: {config} does not exist; give a folder that transformers saved."
-            )
-        kind = read_object(config).get("model_type")
-        if kind != self.name:
-            raise UserError(f"dinov2={path} is a model of type {kind}; give one of type dinov2.")
+        folder, _ = find_folder(self.name, str(path), files, "facebook/dinov2-base.")
         try:
+            kind = read_object(folder / "config.json").get("model_type")
+            if kind != self.name:
+                raise ValueError(f"it is of type {kind}")
             self.network, loaded = model.from_pretrained(
                 folder,
                 attn_implementation="eager",
@@ -255,7 +239,8 @@ class Dinov2Features(Features):
                 raise ValueError(f"missing_keys: {loaded['missing_keys']}")
         except Exception as error:
             raise UserError(
-                f"dinov2={path} cannot be read ({error}); download it again."
+                f"dinov2={path} cannot be read ({error}); give a DINOv2 model that transformers "
+                "saved."
             ) from error
 
         self.network.float().eval().requires_grad_(False)
