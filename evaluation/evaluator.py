@@ -224,25 +224,24 @@ class Evaluator:
         """
         caches = {}
         count = self.source.facts["count"]
+        place = find_cache_folder("references")
 
         # Lock the cache folders in sorted order, as all commands do: otherwise two commands could
         # each hold a lock that the other one waits for.
         for name in sorted(self.spaces):
             job = {"reference": self.source.identity, "features": self.spaces[name].describe()}
-            folder = find_cache_folder("references") / hash_content(job, sort_keys=True)[:32]
-            caches[name] = ResumableChunks(
-                folder, job, -(-count // CHUNK_IMAGES), ranks, waits=True
-            )
+            folder = place / hash_content(job, sort_keys=True)[:32]
+            caches[name] = ResumableChunks(folder, job, count, CHUNK_IMAGES, ranks, waits=True)
 
         missing = {name: set(chunks.list_missing_chunks()) for name, chunks in caches.items()}
         todo = sorted(set().union(*missing.values()))
         if todo:
             ranks.say(
                 f"making features ({', '.join(name for name in missing if missing[name])}) of "
-                f"{count} images of the reference; a later run finds them in "
-                f"{find_cache_folder('references')}"
+                f"{count} images of the reference; a later run finds them in {place}"
             )
-            ranges = [range(n * CHUNK_IMAGES, min((n + 1) * CHUNK_IMAGES, count)) for n in todo]
+            first, *_ = caches.values()
+            ranges = [first.parts[number] for number in todo]
             progress = Progress(
                 sum(map(len, ranges)), "images", silent=not ranks.first, lasting=False
             )
@@ -260,8 +259,8 @@ class Evaluator:
             progress.close()
 
         ranks.wait_for_all()
-        files = [(name, n) for name in self.spaces for n in range(caches[name].count)]
-        stats = collect_stats(caches[name].read(n) for name, n in files if ranks.first)
+        spaces = self.spaces if ranks.first else ()
+        stats = collect_stats(chunk for name in spaces for chunk in caches[name])
         for chunks in caches.values():
             chunks.close()
         return stats

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,9 +93,8 @@ class ModelConfig:
     def refuse_no_model(self, action: str) -> None:
         """Raises a UserError unless exactly one of `run_dir` and `weights` is set. `action`, such
         as "sample", is a verb for the message."""
-        if (self.run_dir is None) == (self.weights is None):
-            unset = self.run_dir is None
-            fault = "run_dir is not set" if unset else "run_dir and weights are both set"
+        if bool(self.run_dir) == bool(self.weights):
+            fault = "run_dir and weights are both set" if self.weights else "run_dir is not set"
             raise UserError(
                 f"{fault}; say what to {action}: run_dir=runs/<name>, or "
                 "weights=<file>.safetensors."
@@ -121,14 +120,26 @@ class DrawConfig(ModelConfig):
     after the other, again and again; `held_out`: the captions of the held-out samples, likewise;
     `train`: those of the training samples, in the order of `seed`."""
     count: Positive = 64
+    """Number of samples to draw."""
     guidance: float | None = None
+    """Scale of classifier-free guidance, 1 for none; null: that of the run."""
     guidance_interval: list[float] | None = None
+    """Smallest and largest time t at which guidance is on, such as [0.1,0.9]; null: those of the
+    run."""
     internal_guidance: float | None = None
+    """Scale of internal guidance, for a model with an internal_block, 1 for none; null: that of the
+    run."""
     internal_interval: list[float] | None = None
+    """Smallest and largest time t at which internal guidance is on; null: those of the run."""
     solver: Solver | None = None
+    """Solver of the differential equation: euler, heun, ab2 or sde; null: that of the run."""
     steps: int | None = None
+    """Number of steps of the solver; null: that of the run."""
     shift: float | None = None
+    """Shift of the solver's times: above 1, more steps near the noise; null: that of the run."""
     seed: int = 0
+    """Seed of the noise, and of the order of the training samples for prompts=train and
+    labels=data."""
     batch_size: Positive = 64
     """Number of samples that each process draws at a time. With guidance the model's batch is twice
     as large."""
@@ -175,8 +186,6 @@ class SampleJob:
             trained.forward, trained.spec, sampling, conditions, cfg.seed, cfg.batch_size
         )
         self.ledger = self.trained.warm_up(conditions, cfg.batch_size, sampling.guidance)
-        self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
-        """Samples in a chunk."""
 
     def choose_conditions(self) -> Conditions:
         """Returns what the samples are drawn of.
@@ -184,16 +193,15 @@ class SampleJob:
         Raises UserError for a label that the model or the data does not have, and for labels or
         prompts that the model does not take.
         """
+        from models.requested_conditions import list_values
         from training.drawing import Conditions, list_samples, open_data, read_prompts
 
         cfg = self.cfg
         trained = self.trained
         spec = trained.spec
         by_text = trained.text_level != "none"
-        listed = cfg.labels if isinstance(cfg.labels, list) else [cfg.labels]
-        if cfg.labels in ("balanced", "data"):
-            listed = []
-        elif not listed:
+        listed = [] if cfg.labels in ("balanced", "data") else list_values(cfg.labels)
+        if cfg.labels == []:
             raise UserError("labels=[] names no class; leave it out, for all of them.")
         if by_text and cfg.labels == "data":
             raise UserError(
@@ -205,18 +213,17 @@ class SampleJob:
             raise UserError(f"prompts={cfg.prompts} does not go with {other}; leave it out.")
 
         # Take the labels and prompts that the user has typed.
-        prompts = cfg.prompt if isinstance(cfg.prompt, list) else [cfg.prompt]
-        prompts = [str(text) for text in prompts if text is not None]
-        if cfg.prompt is None and cfg.prompts not in ("held_out", "train"):
+        prompts = [str(text) for text in list_values(cfg.prompt)]
+        if not prompts and cfg.prompts not in ("held_out", "train"):
             prompts = read_prompts(cfg.prompts)
         if listed or prompts:
             return trained.make_conditions(listed, prompts, self.ranks.say)
 
         # Without any, take all classes, or labels and captions of the data.
-        if not by_text and cfg.labels == "balanced":
-            return Conditions.of_classes(spec, spec.labels, cfg.labels, trained.device)
         key = "prompts" if by_text else "labels"
-        source = cfg.prompts if by_text else "data"
+        source = vars(cfg)[key]
+        if source == "balanced":
+            return Conditions.of_classes(spec, spec.labels, source, trained.device)
         if trained.data is None:
             raise UserError(
                 f"{key}={source} needs the run's data, which weights= does not name; use run_dir=."
@@ -263,26 +270,27 @@ class SampleJob:
             "batch_size": cfg.batch_size,
             "techniques": {row.key: row.active for row in self.ledger},
         }
-        chunks = ResumableChunks(folder, whole_job, -(-cfg.count // self.size), self.ranks)
+        size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
+        chunks = ResumableChunks(folder, whole_job, cfg.count, size, self.ranks)
         missing = chunks.list_missing_chunks()
         total_chunks = len(chunks.list_rank_chunks())
         finished = total_chunks - len(missing)
         if finished:
             print(f"{finished} of {total_chunks} pieces are already there", flush=True)
 
-        total = sum(min(self.size, cfg.count - number * self.size) for number in missing)
+        total = sum(len(chunks.parts[number]) for number in missing)
         progress = Progress(total, "samples", silent=not self.ranks.first)
         for number in missing:
             batches = []
-            last = min((number + 1) * self.size, cfg.count)
-            for first in range(number * self.size, last, cfg.batch_size):
+            samples = chunks.parts[number]
+            for first in samples[:: cfg.batch_size]:
                 labels, latents = self.stream.draw_batch(first // cfg.batch_size)
                 if not latents.isfinite().all():
                     raise UserError(
                         f"{self.trained.file} draws samples that are not finite; use an earlier "
                         "checkpoint of the run, or runtime.precision=fp32."
                     )
-                wanted = min(cfg.batch_size, last - first)
+                wanted = min(cfg.batch_size, samples.stop - first)
                 batches.append(content(labels[:wanted], latents[:wanted]))
                 progress.advance(wanted)
             chunks.write(
@@ -295,8 +303,9 @@ class SampleJob:
 
 
 class ResumableChunks:
-    """The chunks of samples of one job, in one folder. Chunk i belongs to rank i mod the number of
-    ranks, which draws and writes it.
+    """The `count` samples of one job in one folder, in chunks of `size` samples. Iteration reads
+    all chunks, in order. Chunk i belongs to rank i mod the number of ranks, which draws and writes
+    it.
 
     A chunk is one safetensors file named `<number>-<first half of its sha256>.safetensors`. A file
     gets this name only when it is complete and flushed to disk, and the hash in the name reveals
@@ -309,10 +318,19 @@ class ResumableChunks:
     """
 
     def __init__(
-        self, folder: Path, job: Mapping[str, Any], count: int, ranks: Ranks, *, waits: bool = False
+        self,
+        folder: Path,
+        job: Mapping[str, Any],
+        count: int,
+        size: int,
+        ranks: Ranks,
+        *,
+        waits: bool = False,
     ) -> None:
         self.folder = folder
-        self.count = count
+        samples = range(count)
+        self.parts = [samples[start : start + size] for start in samples[::size]]
+        """For each chunk the numbers of its samples."""
         self.ranks = ranks
         self.waits = waits
         self.lock: FolderLock | None = None
@@ -354,7 +372,7 @@ class ResumableChunks:
 
     def list_rank_chunks(self) -> list[int]:
         """Returns the numbers of the chunks that belong to this rank."""
-        return list(range(self.ranks.rank, self.count, self.ranks.world_size))
+        return list(range(self.ranks.rank, len(self.parts), self.ranks.world_size))
 
     def list_missing_chunks(self) -> list[int]:
         """Returns the numbers of this rank's chunks that are absent or damaged."""
@@ -364,14 +382,10 @@ class ResumableChunks:
         """Returns the undamaged file of the chunk `number`, or None if there is none; deletes
         damaged files of this chunk."""
         for file in self.folder.glob(f"{number:06d}-*"):
-            if file.name == self.name_file(number, hash_file(file)):
+            if file.name == f"{number:06d}-{hash_file(file)[:32]}.safetensors":
                 return file
             file.unlink()
         return None
-
-    def name_file(self, number: int, sha256: str) -> str:
-        """Returns the file name of the chunk `number` whose content has this sha256."""
-        return f"{number:06d}-{sha256[:32]}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes the chunk `number`, from `tensors`, name -> tensor in host memory. Raises
@@ -380,8 +394,8 @@ class ResumableChunks:
 
         temporary = self.folder / f"{number:06d}-tmp"
         try:
-            written = write_tensors(temporary, tensors, {})
-            rename(temporary, self.folder / self.name_file(number, written["sha256"]))
+            sha256 = write_tensors(temporary, tensors, {})["sha256"]
+            rename(temporary, self.folder / f"{number:06d}-{sha256[:32]}.safetensors")
             sync_folder(self.folder)
         except OSError as error:
             raise UserError(
@@ -400,6 +414,9 @@ class ResumableChunks:
                 f"{self.folder}: piece {number} is gone or damaged; run the same command again."
             )
         return load(file.read_bytes())
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return map(self.read, range(len(self.parts)))
 
     def close(self) -> None:
         """Waits for the other ranks, then unlocks the folder; does not delete the chunks."""

@@ -37,7 +37,6 @@ from scripts.commands import run_command
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.distributed.ranks import Ranks
     from evaluation.evaluator import Evaluator
     from sampling.draw import ResumableChunks
 
@@ -51,6 +50,8 @@ class EvaluateConfig(FdConfig, DrawConfig):
     """Keys of the command: the samples to draw, and the images to compare them with."""
 
     count: Annotated[int, Ge(4)] = 10_000
+    """Number of samples to draw; fd needs more than twice as many as the features have
+    dimensions."""
     batch_size: Positive = 128
     reference_count: EnoughSamples = 50_000
     prompts: str = "train"
@@ -72,6 +73,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     from common.environment import describe_environment
     from common.files import hash_content, write_json
     from evaluation.clip import ClipScore
+    from evaluation.distances import explain_too_few
     from evaluation.evaluator import Evaluator
     from sampling.load import find_run_folder
 
@@ -90,27 +92,26 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     evaluator = Evaluator(
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
-
-    note_small_count(cfg.count, evaluator, ranks)
+    for name, space in evaluator.spaces.items():
+        too_few = explain_too_few(cfg.count, space.dim)
+        if too_few:
+            ranks.say(f"note: {name}: {too_few}")
 
     # Put a hash of the protocol into the name of the result's file, so that different settings
     # write different files.
     reference_protocol = evaluator.describe_protocol()
     reference_protocol |= {} if clip is None else {"clip": clip.sha256}
     protocol = job.describe_protocol() | reference_protocol
-    name = hash_content(protocol, sort_keys=True)[:8]
-    default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
+    digest = hash_content(protocol, sort_keys=True)[:8]
+    default = f"{run}/evaluation/{trained.file.parent.name}-{digest}"
     out = Path(cfg.out or default).expanduser()
 
     def measure(labels: Tensor, latents: Tensor) -> dict[str, Tensor]:
         scores = {} if clip is None else {CLIP: clip(labels, latents)}
         return evaluator.compute_latent_features(latents) | scores
 
-    chunks = job.run(
-        out.with_name(f"{out.name}.parts"),
-        reference_protocol | {"reference": evaluator.source.identity},
-        measure,
-    )
+    job_facts = reference_protocol | {"reference": evaluator.source.identity}
+    chunks = job.run(Path(f"{out}.parts"), job_facts, measure)
     result: dict[str, Any] = {}
     if ranks.first:
         result = summarise(chunks, evaluator) | {
@@ -118,22 +119,11 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             "environment": describe_environment(trained.device),
             "classes": job.stream.conditions.list_names(cfg.count),
         }
-        file = out.with_name(f"{out.name}.json")
-        write_json(file, result)
-        print(f"\n{format_figures(result['features'])}", flush=True)
-        print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if clip else file, flush=True)
+        write_json(Path(f"{out}.json"), result)
+        score = f"{CLIP} {result[CLIP]:.2f}\n" if clip else ""
+        print(f"\n{format_figures(result['features'])}\n{score}{out}.json", flush=True)
     chunks.remove()
     return result
-
-
-def note_small_count(count: int, evaluator: Evaluator, ranks: Ranks) -> None:
-    """Says, before samples are drawn, in which feature spaces `count` samples are too few."""
-    from evaluation.distances import explain_too_few
-
-    for space, stats in evaluator.reference.items():
-        too_few = explain_too_few(count, len(stats.all.mean))
-        if too_few:
-            ranks.say(f"note: {space}: {too_few}")
 
 
 def summarise(chunks: ResumableChunks, evaluator: Evaluator) -> dict[str, Any]:
@@ -142,15 +132,10 @@ def summarise(chunks: ResumableChunks, evaluator: Evaluator) -> dict[str, Any]:
 
     from evaluation.distances import collect_stats, compute_figures
 
-    numbers = range(chunks.count)
-    features = (
-        {name: chunk[name] for name in evaluator.spaces} for chunk in map(chunks.read, numbers)
-    )
-    result: dict[str, Any] = {
-        "features": compute_figures(collect_stats(features), evaluator.reference)
-    }
+    stats = collect_stats({name: chunk[name] for name in evaluator.spaces} for chunk in chunks)
+    result: dict[str, Any] = {"features": compute_figures(stats, evaluator.reference)}
     if CLIP in chunks.read(0):
-        result[CLIP] = float(torch.cat([chunks.read(number)[CLIP] for number in numbers]).mean())
+        result[CLIP] = float(torch.cat([chunk[CLIP] for chunk in chunks]).mean())
     return result
 
 

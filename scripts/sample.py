@@ -46,6 +46,7 @@ class SampleConfig(DrawConfig):
     """Keys of the command: the samples to draw, and where to write them."""
 
     format: Format = Format.npz
+    """What to write: images in one file, one file for each image, or latents in one file."""
     grid: Annotated[int, Ge(0), Le(1024)] = 0
     """Number of samples, from the first, to write also as one picture <out>.png, sorted by label;
     0: no picture."""
@@ -83,7 +84,7 @@ def sample_run(cfg: SampleConfig) -> Path:
     run = find_run_folder(job.trained.file)
     stem = f"{run}/drawn/step-{protocol['weights']['step']}" if run else "samples/drawn"
     out = Path(cfg.out or f"{stem}-{digest}").expanduser()
-    parts = out.with_name(f"{out.name}.parts")
+    parts = Path(f"{out}.parts")
     if cfg.format is Format.png and out.exists() and not parts.exists():
         raise UserError(
             f"out={out} is there already, and its images would mix with new ones; choose another "
@@ -98,17 +99,16 @@ def sample_run(cfg: SampleConfig) -> Path:
 
     file = out
     if cfg.format is Format.png:
-        write_pngs(out, chunks, job.size)
+        write_pngs(out, chunks)
     else:
-        file = out.with_name(f"{out.name}.npz")
+        file = Path(f"{out}.npz")
         if ranks.first:
             write_npz(file, chunks, cfg.count, "latents" if raw else "arr_0")
     if ranks.first:
         if cfg.grid:
-            count = min(cfg.grid, cfg.count)
-            write_sorted_grid(out.with_name(f"{out.name}.png"), chunks, count, job)
+            write_sorted_grid(Path(f"{out}.png"), chunks, min(cfg.grid, cfg.count), job)
         facts = protocol | {"classes": job.stream.conditions.list_names(cfg.count)}
-        write_json(out.with_name(f"{out.name}.json"), facts)
+        write_json(Path(f"{out}.json"), facts)
     chunks.remove()
     ranks.say(f"{file}\n{out}.png" if cfg.grid else str(file))
     return file
@@ -126,20 +126,20 @@ def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> Non
     with replace_file(file) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array_header_1_0(stream, header)
-            for number in range(chunks.count):
-                chunk = chunks.read(number)
+            for chunk in chunks:
                 stream.write(chunk["samples"].numpy().tobytes())
                 labels.append(chunk["labels"].numpy())
         with archive.open(zipfile.ZipInfo("labels.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array(stream, np.concatenate(labels), version=(1, 0))
 
 
-def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:
+def write_pngs(folder: Path, chunks: ResumableChunks) -> None:
     """Writes this process's images as <folder>/<label>/<number>.png, with one folder per class."""
     for number in chunks.list_rank_chunks():
         chunk = chunks.read(number)
-        pairs = zip(chunk["labels"].tolist(), chunk["samples"].numpy(), strict=True)
-        for i, (label, image) in enumerate(pairs, start=number * size):
+        labels = chunk["labels"].tolist()
+        images = chunk["samples"].numpy()
+        for i, label, image in zip(chunks.parts[number], labels, images, strict=True):
             file = folder / f"{label:04d}" / f"{i:06d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(file)
@@ -154,10 +154,9 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     """
     from models.images import write_grid
 
-    first = [chunks.read(number) for number in range(-(-count // job.size))]
-    labels, images = (
-        np.concatenate([chunk[name] for chunk in first])[:count] for name in ("labels", "samples")
-    )
+    first = [chunks.read(number) for number, part in enumerate(chunks.parts) if part.start < count]
+    labels = np.concatenate([chunk["labels"] for chunk in first])[:count]
+    images = np.concatenate([chunk["samples"] for chunk in first])[:count]
     images = images[np.argsort(labels, kind="stable")]
 
     classes, sizes = np.unique(labels, return_counts=True)

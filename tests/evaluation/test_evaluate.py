@@ -312,7 +312,7 @@ def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypa
     lock_folder = Mock(wraps=draw.lock_folder, side_effect=[held, held, DEFAULT, held])
     monkeypatch.setattr(draw, "lock_folder", lock_folder)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    chunks = ResumableChunks(tmp_path / "waits", {}, 1, SINGLE, waits=True)
+    chunks = ResumableChunks(tmp_path / "waits", {}, 1, 1, SINGLE, waits=True)
     assert chunks.list_missing_chunks() == [0]
     with pytest.raises(ValueError, match="held"):
-        ResumableChunks(tmp_path / "refused", {}, 1, SINGLE)
+        ResumableChunks(tmp_path / "refused", {}, 1, 1, SINGLE)
