@@ -138,7 +138,7 @@ class DrawConfig(ModelConfig):
     shift: float | None = None
     """Shift of the solver's times: above 1, more steps near the noise; null: that of the run."""
     seed: int = 0
-    """Seed of the noise, and of the order of the training samples for prompts=train and
+    """Seed of the noise; also of the order of the training samples for prompts=train and
     labels=data."""
     batch_size: Positive = 64
     """Number of samples that each process draws at a time. With guidance the model's batch is twice
