@@ -35,6 +35,7 @@ def precompute(composed: Composed) -> Path:
     from common.distributed.ranks import Ranks
     from common.environment import pick_device
     from common.errors import UserError
+    from encoding.caption_job import CaptionJob
     from encoding.encoder import (
         PSNR_IMAGES,
         EncodeStep,
@@ -50,7 +51,6 @@ def precompute(composed: Composed) -> Path:
         finish_job,
         hold_folder,
         list_settings,
-        plan_captions,
         plan_shards,
         read_job,
         refuse_other_source,
@@ -76,18 +76,19 @@ def precompute(composed: Composed) -> Path:
     # 1. List the images, plan the shards, and load the encoder.
     device = ranks.device(pick_device(cfg.runtime.device))
     earlier = read_job(out)
-    order = earlier.get("manifest", {}).get("class_names", ())
-    images, cfg = list_job_images(cfg, earlier, order)
+    images, cfg = list_job_images(cfg, earlier)
     plan = plan_shards(images, cfg)
     settings = list_settings(cfg) | {"source_sha256": images.sha256()}
-    refuse_other_source(out, plan, settings)
+    refuse_other_source(out, earlier, plan, settings)
     reused = EarlierSet(cfg.reuse, settings) if cfg.reuse else None
     part = Part.parse(cfg.part)
     plan.part = part.divide(ranks.rank, ranks.world_size)
-    ranks.say(images.describe(str(cfg.source), plan.images))
+    ranks.say(images.describe(str(cfg.source), len(plan.images)))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
     if cfg.text_encoder:
-        plan.captions = plan_captions(plan, cfg, device, reused and reused.open_captions(vars(cfg)))
+        captions = [entry.captions for _, entry in plan.images]
+        known = reused and reused.open_captions(vars(cfg))
+        plan.captions = CaptionJob(captions, cfg, device, known)
         ranks.say(plan.captions.describe())
 
     # 2. Accelerate the encoder, and encode one batch to check which techniques were active.

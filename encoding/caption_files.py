@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import CaptionLines, CaptionsMissing
-from common.errors import UserError
+from common.errors import READ_ERRORS, UserError
 from common.text import shorten_error, split_lines
 from encoding.images import ImageList, Unused, describe_kind, escape_name
 
@@ -30,7 +30,6 @@ FILE_NAMES = ("file_name", "filename", "image", "path")
 TABLES = ("metadata.jsonl", "metadata.csv")
 """Tables of captions beside the images, as the imagefolder of Hugging Face `datasets` has them."""
 TABLE_EXTENSIONS = (".jsonl", ".csv", ".json")
-TABLE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class Names:
@@ -56,10 +55,12 @@ class CaptionReader:
 
     `lines` says whether each line of a text is a caption, or the whole text is one; None: each
     line, but the whole text if it has an empty line between others, which separates paragraphs.
+    If captions are not `wanted`, no file holds captions for this reader.
     """
 
-    def __init__(self, lines: CaptionLines | None = None) -> None:
+    def __init__(self, lines: CaptionLines | None = None, wanted: bool = True) -> None:
         self.lines = lines
+        self.extensions = CAPTION_EXTENSIONS if wanted else ()
         self.unused = Unused()
         self.paragraphs: set[str] = set()
         """Texts with an empty line between others, each taken as one caption."""
@@ -75,13 +76,13 @@ class CaptionReader:
         table. Returns False if such a file holds no captions."""
         stem, extension = os.path.splitext(name)
         folder, own_name = os.path.split(name)
-        if own_name.lower() in TABLES:
+        if self.extensions and own_name.lower() in TABLES:
             rows = read_table(root / name)
             for image, captions in rows.items():
                 path = os.path.normpath(os.path.join(folder, image))
                 self.rows.add(path, (name, path, captions))
             return bool(rows)
-        has_captions = extension.lower() in CAPTION_EXTENSIONS
+        has_captions = extension.lower() in self.extensions
         if has_captions:
             self.files.add(stem, name)
         return has_captions
@@ -203,7 +204,7 @@ def read_table(file: Path) -> dict[str, tuple[str, ...]]:
             found[name] = tidy((*found.get(name, ()), *captions))
     except UserError:
         raise
-    except (*TABLE_ERRORS, csv.Error) as error:
+    except (*READ_ERRORS, csv.Error) as error:
         raise UserError(
             f"{file} cannot be read as a table of captions ({shorten_error(error)}); it must be "
             ".jsonl, .csv or COCO's .json."
@@ -316,7 +317,7 @@ def read_caption_list(file: str, total: int) -> list[tuple[str, ...]]:
     for each sample."""
     try:
         values = read_rows(Path(file).expanduser())
-    except TABLE_ERRORS as error:
+    except READ_ERRORS as error:
         raise UserError(f"captions={file} cannot be read ({shorten_error(error)}).") from error
     if not isinstance(values, list) or len(values) != total:
         raise UserError(f"captions={file} must be a list with {total} entries, one a sample.")

@@ -41,15 +41,8 @@ MEAN_CAPTIONS = 1024
 
 
 TEXT_SETTINGS = (
-    "max_captions",
-    "text_tokens",
-    "text_dtype",
-    "shard_size",
-    "block_size",
-    "batch_size",
-    "captions",
-    "caption_lines",
-    "captions_missing",
+    "max_captions text_tokens text_dtype shard_size block_size batch_size captions caption_lines "
+    "captions_missing"
 )
 """Keys of the configuration that say how captions are stored, and where a job of images found
 them."""
@@ -74,7 +67,7 @@ class CaptionJob:
         self.settings_of_content = {
             "text_encoder": encoder.weights_sha256,
             "captions_sha256": hash_content(captions),
-            **{key: vars(cfg)[key] for key in TEXT_SETTINGS},
+            **{key: vars(cfg)[key] for key in TEXT_SETTINGS.split()},
         }
         """Settings that determine the content of the shards, by name, for job.json."""
         self.captions = captions

@@ -24,7 +24,7 @@ from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.output import Progress
 from encoding.caption_job import CaptionJob
-from encoding.decoding import BATCHES_AHEAD, Decoded, DecodedImages, collate, make_decoding_loader
+from encoding.decoding import BATCHES_AHEAD, Decoded, DecodedImages, make_decoding_loader
 from encoding.images import ImageEntry, ImageList
 from encoding.job import NumberedImage, Plan
 from encoding.reuse import EarlierSet
@@ -257,33 +257,32 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     will take, and the minutes that this part of it will take, estimated by encoding the first three
     batches of the job."""
     cfg = encoder.cfg
-    all_images = (image for _, _, shard_images in plan.shards for image in shard_images)
-    first = list(islice(all_images, 3 * cfg.batch_size))
+    first = plan.images[: 3 * cfg.batch_size]
     with encoder.time_part("decode"):
-        items = [item for item in make_decoded_images([entry for _, entry in first], cfg)]
+        dataset = make_decoded_images([entry for _, entry in first], cfg)
+        batches = list(make_decoding_loader(dataset, cfg.batch_size, 0))
     count = 0
     size = 0
     with encoder.time_part("encode"):
-        for start in range(0, len(items), cfg.batch_size):
-            decoded = collate(items[start : start + cfg.batch_size])
+        for number, decoded in enumerate(batches):
             if decoded.places:
                 count += len(decoded.places)
-                tensors = encoder.encode(first[start:], decoded)
+                tensors = encoder.encode(first[number * cfg.batch_size :], decoded)
                 size += sum(tensor.nbytes for tensor in tensors.values())
     if not count:
-        return f"none of the first {len(items)} images can be decoded"
+        return f"none of the first {len(first)} images can be decoded"
 
     processes = max(1, cfg.num_workers)
-    reading = encoder.seconds["decode"] / len(items) / processes
+    reading = encoder.seconds["decode"] / len(first) / processes
     encoding = encoder.seconds["encode"] / count
-    minutes = plan.images / plan.part.count * max(encoding, reading) / 60
+    minutes = len(plan.images) / plan.part.count * max(encoding, reading) / 60
     each = f" for each of {plan.part.count} parts" if plan.part != WHOLE else ""
     out = encoder.out.absolute()
     folder = next(parent for parent in (out, *out.parents) if parent.exists())
     return (
-        f"dry run, nothing is written: {plan.images} of {len(images.entries)} images, "
+        f"dry run, nothing is written: {len(plan.images)} of {len(images.entries)} images, "
         f"{plan.held_out} of them held out, in {len(plan.shards)} shards\n"
-        f"  about {plan.images * size / count / 2**30:.2f} GiB in {encoder.out}; "
+        f"  about {len(plan.images) * size / count / 2**30:.2f} GiB in {encoder.out}; "
         f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there\n"
         f"  about {minutes:.1f} minutes{each}: "
         f"decoding {1e3 * reading * processes:.1f} ms an image in each of {processes} processes, "

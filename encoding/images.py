@@ -43,7 +43,8 @@ FORMATS = {
 }
 """Pillow's name of each image format that a source may use -> the file extensions of the format.
 From an animation or a document only the first frame or page is read."""
-EXTENSIONS = tuple(extension for extensions in FORMATS.values() for extension in extensions)
+EXTENSIONS = {extension: name for name, extensions in FORMATS.items() for extension in extensions}
+"""Each of these extensions -> its format."""
 OPTIONAL_CODECS = {
     "WEBP": "webp",
     "TIFF": "libtiff",
@@ -192,7 +193,7 @@ def escape_name(name: str) -> str:
 def find_missing_codec(extension: str) -> str | None:
     """Returns the format of images with this extension if the installed Pillow cannot read it, or
     None if it can."""
-    name = next(name for name, extensions in FORMATS.items() if extension in extensions)
+    name = EXTENSIONS[extension]
     return name if name in OPTIONAL_CODECS and not features.check(OPTIONAL_CODECS[name]) else None
 
 

@@ -40,7 +40,6 @@ from common.files import (
     refuse_changes,
     write_json,
 )
-from data.caption_table import CaptionTable
 from data.manifest import Manifest, Shard
 from data.spec import TextSpec
 from encoding.caption_job import CaptionJob
@@ -54,6 +53,13 @@ NOT_COMPARED = {"parts", "images", "shards", "manifest", "captions"}
 """Keys of job.json for `write_manifest` and `finish_job`: the number of parts, the names of all
 shards, and those fields of the manifest that are known before any shard is encoded; and the place
 of the captions, whose content is compared."""
+SETTINGS = (
+    "resolution background max_megapixels flips held_out limit seed same_bytes batch_size "
+    "shard_size block_size classes kind dtype"
+)
+"""Keys of the configuration that determine the content of the shards."""
+MANIFEST_SETTINGS = "resolution flips kind dtype seed precision source_sha256"
+"""Settings of job.json that the manifest has too."""
 NumberedImage = tuple[int, ImageEntry]
 """Pair (index of the image in the shuffled list of the job, image)."""
 
@@ -66,7 +72,8 @@ class Plan:
     shards: list[tuple[str, str, list[NumberedImage]]]
     """(file name, split "held_out" or "train", images) of each shard"""
     held_out: int
-    images: int
+    images: list[NumberedImage]
+    """Images of all shards, in their order."""
     part: Part = WHOLE
     """Part of the shards that this process encodes."""
     captions: CaptionJob | None = None
@@ -104,37 +111,12 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
         for number, start in enumerate(range(0, len(part), cfg.shard_size)):
             file = f"{split}-{number:05d}.tar"
             shards.append((file, split, part[start : start + cfg.shard_size]))
-    return Plan(shards, held_out, len(numbered))
-
-
-def plan_captions(
-    plan: Plan, cfg: PrecomputeConfig, device: torch.device, earlier: CaptionTable | None
-) -> CaptionJob:
-    """Plans to encode the captions of the plan's images by `cfg.text_encoder`, except those in the
-    table `earlier`."""
-    captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    return CaptionJob(captions, cfg, device, earlier)
+    return Plan(shards, held_out, numbered)
 
 
 def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
     """Returns the keys of `cfg` that determine the content of the shards, with their values."""
-    keys = (
-        "resolution",
-        "background",
-        "max_megapixels",
-        "flips",
-        "held_out",
-        "limit",
-        "seed",
-        "same_bytes",
-        "batch_size",
-        "shard_size",
-        "block_size",
-        "classes",
-        "kind",
-        "dtype",
-    )
-    return {key: vars(cfg)[key] for key in keys}
+    return {key: vars(cfg)[key] for key in SETTINGS.split()}
 
 
 def describe_job(
@@ -163,9 +145,8 @@ def describe_job(
         **(captions.settings_of_content if captions else {}),
     }
 
-    shared = ("resolution", "flips", "kind", "dtype", "seed", "precision", "source_sha256")
     fields = {
-        **{key: settings[key] for key in shared},
+        **{key: settings[key] for key in MANIFEST_SETTINGS.split()},
         **describe_autoencoder(autoencoder, cfg.encoder),
         "height": shape[1],
         "width": shape[2],
@@ -175,19 +156,21 @@ def describe_job(
         "source": str(cfg.source),
         "text": captions and asdict(captions.spec),
     }
-    facts = {"parts": Part.parse(cfg.part).count, "images": plan.images, "shards": shards}
+    facts = {"parts": Part.parse(cfg.part).count, "images": len(plan.images), "shards": shards}
     return settings | facts | {"manifest": fields}
 
 
-def refuse_other_source(out: Path, plan: Plan, settings: Mapping[str, Any]) -> None:
-    """Raises UserError if `out` holds the work of a job with other images, or with other of those
-    `settings` that are known before an encoder is loaded."""
-    earlier = read_job(out)
+def refuse_other_source(
+    out: Path, earlier: Mapping[str, Any], plan: Plan, settings: Mapping[str, Any]
+) -> None:
+    """Raises UserError if `earlier`, which is job.json in `out`, is that of a job with other
+    images, or with other of those `settings` that are known before an encoder is loaded."""
     remedy = f"encode into another folder, out=<new> reuse={out}, which copies what is the same"
-    if earlier.get("images", plan.images) != plan.images:
+    number = len(plan.images)
+    if earlier.get("images", number) != number:
         raise UserError(
             f"out={out} is a set of {earlier['images']} images, and the source now has "
-            f"{plan.images}; {remedy}."
+            f"{number}; {remedy}."
         )
     refuse_changes(f"out={out}", earlier, settings, settings.keys() & earlier.keys(), remedy)
 
@@ -330,12 +313,13 @@ def finish_job(out: Path) -> Manifest:
         names = list(chain(*groups))
         print(f"checking the hashes of {len(names)} shards", flush=True)
         with ThreadPoolExecutor() as pool:
-            sidecars = list(pool.map(partial(read_finished, out), names))
-        wrong = {name for name, sidecar in zip(names, sidecars, strict=True) if sidecar is None}
+            sidecars = pool.map(partial(read_finished, out), names)
+            sidecar_of = dict(zip(names, sidecars, strict=True))
         faults = []
         for index in range(job["parts"]):
             part = Part(index, job["parts"])
-            lost = [name for group in groups for name in part.select(group) if name in wrong]
+            own = chain(*(part.select(group) for group in groups))
+            lost = [name for name in own if sidecar_of[name] is None]
             if lost:
                 faults.append(f"part={part} ({lost[0]}{', …' if lost[1:] else ''})")
         if faults:

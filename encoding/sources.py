@@ -48,26 +48,26 @@ EARLIER_CAPTIONS = {"caption_lines": CaptionLines.each, "captions_missing": Capt
 
 
 def list_job_images(
-    cfg: PrecomputeConfig, earlier: Mapping[str, Any], order: Sequence[str]
+    cfg: PrecomputeConfig, earlier: Mapping[str, Any]
 ) -> tuple[ImageList, PrecomputeConfig]:
-    """Lists the images of a job, with captions if it has a text encoder; `order` is that of its
-    classes, if it is known. `earlier` is job.json, or empty if the job is new: a job keeps its
-    rules for captions, and one that began before they were keys keeps `EARLIER_CAPTIONS`. Also
-    returns `cfg` with these rules."""
+    """Lists the images of a job, with captions if it has a text encoder. `earlier` is job.json, or
+    empty if the job is new: a job keeps the order of its classes and its rules for captions, and
+    one that began before they were keys keeps `EARLIER_CAPTIONS`. Also returns `cfg` with these
+    rules."""
     if earlier:
         rules = {k: vars(cfg)[k] or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
         cfg = replace(cfg, **rules)
-    given = cfg.text_encoder and cfg.captions == "given"
+    given = bool(cfg.text_encoder) and cfg.captions == "given"
 
     def list_source(source: str, order: Sequence[str]) -> ImageList:
-        reader = CaptionReader(cfg.caption_lines) if given else None
+        reader = CaptionReader(cfg.caption_lines, given)
         images = list_images(source, cfg.classes, cfg.allow_cut, reader, order)
         if cfg.text_encoder:
             images = images if given else add_captions(images, cfg.captions)
             images = settle_missing(images, cfg.captions_missing)
         return images
 
-    images = list_source(str(cfg.source), order)
+    images = list_source(str(cfg.source), earlier.get("manifest", {}).get("class_names", ()))
     if not isinstance(cfg.held_out, str):
         return images, cfg
 
@@ -106,28 +106,21 @@ def list_images(
     unless `allow_cut` is true.
     """
     path = Path(source).expanduser()
-    is_tar = path.is_file() and path.suffix.lower() == ".tar"
-    if not path.is_dir() and not is_tar:
-        if path.is_file() and (".tar" in path.suffixes or path.suffix.lower() == ".tgz"):
-            raise UserError(
-                f"source={source} is a compressed tar, and images are read from their place in the "
-                "file; decompress it."
-            )
+    if not path.is_dir() and not path.is_file():
         raise UserError(
             f"source={source} is no folder and no tar; give a folder with one subfolder a class, "
             "WebDataset tars, or a folder of datasets."
         )
 
-    unused = reader.unused if reader else Unused()
+    reader = reader or CaptionReader(wanted=False)
     try:
-        if is_tar:
-            images = list_tars([path], classes, allow_cut, unused, reader)
+        if path.is_file():
+            images = list_tars([path], classes, allow_cut, reader)
         elif any(path.glob("dataset_info.json")) or any(path.glob("*/dataset_info.json")):
-            images = list_rows(path, classes, reader is not None)
+            images = list_rows(path, classes, bool(reader.extensions))
         else:
-            images = list_folder(path, classes, allow_cut, unused, reader, order)
-        if reader is not None:
-            reader.finish(images)
+            images = list_folder(path, classes, allow_cut, reader, order)
+        reader.finish(images)
     except OSError as error:
         raise UserError(
             f"source={source}: {escape_name(str(error.filename or path))} cannot be read "
@@ -182,16 +175,12 @@ def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
 
 
 def list_folder(
-    path: Path,
-    classes: Classes,
-    allow_cut: bool,
-    unused: Unused,
-    reader: CaptionReader | None,
-    order: Sequence[str],
+    path: Path, classes: Classes, allow_cut: bool, reader: CaptionReader, order: Sequence[str]
 ) -> ImageList:
     """Lists the images of a folder of tars, or of a folder with a subfolder per class; with
     classes="none", all images anywhere below the folder."""
-    tars, files_by_folder = sort_files(path, unused, reader)
+    unused = reader.unused
+    tars, files_by_folder = sort_files(path, reader)
     if tars and files_by_folder:
         raise UserError(
             f"source={path} holds both {escape_name(tars[0].name)} and images such as "
@@ -199,7 +188,7 @@ def list_folder(
             f"source={escape_name(str(tars[0]))}, or move it away."
         )
     if tars:
-        return list_tars(tars, classes, allow_cut, unused, reader)
+        return list_tars(tars, classes, allow_cut, reader)
     folders = sort_class_names([name for name in files_by_folder if name], order)
     names = [escape_name(name) for name in folders]
     if classes == "none":
@@ -245,12 +234,11 @@ Files = list[tuple[str, int]]
 """List of files, each as (path relative to the source, size in bytes)."""
 
 
-def sort_files(
-    path: Path, unused: Unused, reader: CaptionReader | None
-) -> tuple[list[Path], dict[str, Files]]:
+def sort_files(path: Path, reader: CaptionReader) -> tuple[list[Path], dict[str, Files]]:
     """Returns the tars directly in the folder `path`, and a dict: name of a direct subfolder -> all
     images below it; the name "" stands for images directly in `path`. Notes files of captions in
-    `reader`, and counts all other files in `unused`."""
+    `reader`, and counts all other files in its `unused`."""
+    unused = reader.unused
     tars = []
     images: dict[str, Files] = {}
     for name, size in walk_files(path, unused):
@@ -259,7 +247,7 @@ def sort_files(
         if extension == ".tar" and not slash:
             tars.append(path / name)
         elif not is_image(extension):
-            if reader is None or not reader.note_file(path, name):
+            if not reader.note_file(path, name):
                 unused.add(describe_kind(name), name)
         elif not size:
             unused.add("empty files", name)
@@ -268,18 +256,11 @@ def sort_files(
     return sorted(tars), images
 
 
-def list_entries(
-    path: Path, folders: list[Files], reader: CaptionReader | None
-) -> list[ImageEntry]:
+def list_entries(path: Path, folders: list[Files], reader: CaptionReader) -> list[ImageEntry]:
     """Lists the images in `folders`; the index of a folder is the label of its images."""
     return [
         ImageEntry(
-            escape_name(name),
-            label,
-            str(path / name),
-            0,
-            size,
-            reader.read_beside(path, name) if reader else (),
+            escape_name(name), label, str(path / name), 0, size, reader.read_beside(path, name)
         )
         for label, files in enumerate(folders)
         for name, size in sorted(files, key=lambda file: file[0].split("/"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-from encoding.caption_files import CAPTION_EXTENSIONS, CaptionReader, tidy
+from encoding.caption_files import CaptionReader, tidy
 from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name, is_image
 
 BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -24,11 +24,7 @@ Sample = dict[str, tarfile.TarInfo]
 
 
 def list_tars(
-    tars: list[Path],
-    classes: int | str,
-    allow_cut: bool,
-    unused: Unused,
-    reader: CaptionReader | None,
+    tars: list[Path], classes: int | str, allow_cut: bool, reader: CaptionReader
 ) -> ImageList:
     """Lists the images of WebDataset tars. A sample's key is the file name up to its first dot, its
     label the integer in `<key>.cls`; with classes="none" all labels are 0. `reader` reads the
@@ -39,6 +35,7 @@ def list_tars(
     `name_classes`).
     """
     labelled = classes != "none"
+    unused = reader.unused
     entries = []
     notes = []
     for file in tars:
@@ -58,7 +55,7 @@ def list_tars(
                     del samples[last]
 
             images = [
-                make_entry(file, stream, key, sample, labelled, reader, unused)
+                make_entry(file, stream, key, sample, labelled, reader)
                 for key, sample in samples.items()
             ]
         entries += filter(None, images)
@@ -96,13 +93,7 @@ def name_classes(
 
 
 def make_entry(
-    file: Path,
-    stream: BinaryIO,
-    key: str,
-    sample: Sample,
-    labelled: bool,
-    reader: CaptionReader | None,
-    unused: Unused,
+    file: Path, stream: BinaryIO, key: str, sample: Sample, labelled: bool, reader: CaptionReader
 ) -> ImageEntry | None:
     """Returns the image of a sample, or None if the sample has no image; `labelled` says whether it
     must have a label. Raises UserError if the sample has two images, or if it has no label and
@@ -112,10 +103,10 @@ def make_entry(
         raise UserError(
             f"{file}: {escape_name(key)} has {len(images)} images; give each a key of its own."
         )
-    used = [".cls"] * labelled + [*CAPTION_EXTENSIONS] * (reader is not None)
+    used = (*reader.extensions, ".cls") if labelled else reader.extensions
     for extension, member in sample.items():
         if member not in images and not (images and extension in used):
-            unused.add(describe_kind(member.name), f"{file.name}:{member.name}")
+            reader.unused.add(describe_kind(member.name), f"{file.name}:{member.name}")
     if not images:
         return None
 
@@ -130,8 +121,8 @@ def make_entry(
             )
         label = read_label(file, stream, sample[".cls"])
     captions: list[str] = []
-    for extension in CAPTION_EXTENSIONS:
-        if reader and extension in sample:
+    for extension in reader.extensions:
+        if extension in sample:
             stream.seek(sample[extension].offset_data)
             content = stream.read(sample[extension].size)
             captions += reader.parse(f"{file}: {escape_name(key)}{extension}", content)
@@ -252,4 +243,7 @@ def explain_no_tar(file: Path, stream: BinaryIO) -> str:
             f"{file} is compressed, and images are read from their place in the file; decompress "
             "it."
         )
-    return f"{file} is {'no tar' if head else 'empty'}; fetch it again, or move it away."
+    return (
+        f"{file} is {'no tar' if head else 'empty'}; fetch it again, move it away, or name a "
+        "folder of images."
+    )

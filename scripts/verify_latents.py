@@ -25,8 +25,6 @@ from common.text import format_bytes
 from scripts.commands import run_command
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from data.manifest import Manifest
     from data.source import Source
 
@@ -144,13 +142,16 @@ def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) ->
     import torch
 
     from common.environment import pick_device
+    from data.blocks import BlockReader
     from data.manifest import make_spec
     from models.images import to_uint8, write_grid
     from training.weights.pretrained import build_autoencoder
 
     device = pick_device(cfg.device)
     autoencoder = build_autoencoder(make_spec(manifest, source, "channel"), device, cfg.encoder)
-    latents = read_first_latents(source, manifest, cfg.count)
+    blocks = BlockReader(source, manifest, "train")
+    wanted = [i for i, place in enumerate(blocks.places) if place.first < cfg.count]
+    latents = torch.cat([blocks.read(i)["latents"] for i in wanted])[: cfg.count]
     with torch.no_grad():
         parts = [autoencoder.decode(part.to(device).float()) for part in latents.split(8)]
     folder = Path(str(cfg.path)).expanduser()
@@ -159,16 +160,6 @@ def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) ->
     out = Path(cfg.out or folder / "latents_check.png").expanduser()
     write_grid(out, to_uint8(torch.cat(parts)), columns=min(8, len(latents)))
     return f"{out}: the first {len(latents)} training latents decoded"
-
-
-def read_first_latents(source: Source, manifest: Manifest, count: int) -> Tensor:
-    import torch
-
-    from data.blocks import BlockReader
-
-    blocks = BlockReader(source, manifest, "train")
-    wanted = [i for i, place in enumerate(blocks.places) if place.first < count]
-    return torch.cat([blocks.read(i)["latents"] for i in wanted])[:count]
 
 
 def refuse_problems(cfg: VerifyConfig) -> None:
