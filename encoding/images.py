@@ -31,19 +31,19 @@ from common.libraries import silence_stderr
 from common.text import escape_unprintable, shorten_error
 
 FORMATS = {
-    "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),
-    "PNG": (".png",),
-    "WEBP": (".webp",),
-    "BMP": (".bmp",),
-    "GIF": (".gif",),
-    "TIFF": (".tif", ".tiff"),
-    "AVIF": (".avif",),
-    "JPEG2000": (".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc"),
-    "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
+    "JPEG": ".jpg .jpeg .jfif .jpe",
+    "PNG": ".png",
+    "WEBP": ".webp",
+    "BMP": ".bmp",
+    "GIF": ".gif",
+    "TIFF": ".tif .tiff",
+    "AVIF": ".avif",
+    "JPEG2000": ".jp2 .j2k .jpx .jpf .j2c .jpc",
+    "PPM": ".ppm .pgm .pbm .pnm",
 }
 """Pillow's name of each image format that a source may use -> the file extensions of the format.
 From an animation or a document only the first frame or page is read."""
-EXTENSIONS = {extension: name for name, extensions in FORMATS.items() for extension in extensions}
+EXTENSIONS = {extension: name for name, text in FORMATS.items() for extension in text.split()}
 """Each of these extensions -> its format."""
 OPTIONAL_CODECS = {
     "WEBP": "webp",

@@ -98,19 +98,8 @@ def examine(measure: bool) -> dict[str, Any]:
         "versions": describe_environment(device)["versions"],
         "lacking": find_lacking_packages(),
         "presets": {name: list_refused(name, reasons) for name in PRESETS},
-        "techniques": [],
+        "techniques": [{"word": word, "reason": reason} for word, reason in reasons.items()],
     }
-    for word, reason in reasons.items():
-        key, _, value = word.partition("=")
-        findings["techniques"].append(
-            {
-                "key": key,
-                "value": value == "true" or value,
-                "reason": reason,
-                "word": word,
-                "available": reason is None,
-            }
-        )
     if measure:
         findings["rates"] = measure_rates(device)
     return findings

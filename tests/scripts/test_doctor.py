@@ -23,8 +23,9 @@ def test_every_technique_is_examined_in_every_way(capsys):
     findings = json.loads(capsys.readouterr().out)
     rows = findings["techniques"]
     keys = {"parallel.mode" if kind.key == "parallel" else kind.key for kind in TECHNIQUES}
-    assert {row["key"] for row in rows} == {f"runtime.{key}" for key in keys}
-    values = [row["value"] for row in rows if row["key"] == "runtime.attention"]
+    words = [row["word"].removeprefix("runtime.") for row in rows]
+    assert {word.partition("=")[0] for word in words} == keys
+    values = [word.partition("=")[2] for word in words if word.startswith("attention=")]
     assert values == ["flash", "cudnn", "efficient", "math", "flex", "flash3", "flash4"]
     assert findings["machine"]["cpu_threads"] == torch.get_num_threads()
 
