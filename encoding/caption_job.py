@@ -22,6 +22,7 @@ from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.files import hash_content
 from common.output import Progress
+from common.text import format_bytes
 from data.caption_blocks import join_text
 from data.caption_table import CaptionTable, count_caption_bytes, quantise
 from data.manifest import Shard
@@ -119,7 +120,7 @@ class CaptionJob:
         text = (
             f"{spec.count - 1} different captions, up to {spec.per_image} an image, in at most "
             f"{spec.max_tokens} tokens of {spec.width} values in {spec.dtype}: "
-            f"{size / 2**20:.2f} MiB, {size / 1024 / len(self.captions):.1f} KiB an image"
+            f"{format_bytes(size)}, {format_bytes(size / len(self.captions))} an image"
         )
         text += f"; {len(self.known.keys() & self.index.keys())} copied" if self.known else ""
 

@@ -23,6 +23,7 @@ from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.output import Progress
+from common.text import format_bytes
 from encoding.caption_job import CaptionJob
 from encoding.decoding import BATCHES_AHEAD, Decoded, DecodedImages, make_decoding_loader
 from encoding.images import ImageEntry, ImageList
@@ -282,8 +283,8 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     return (
         f"dry run, nothing is written: {len(plan.images)} of {len(images.entries)} images, "
         f"{plan.held_out} of them held out, in {len(plan.shards)} shards\n"
-        f"  about {len(plan.images) * size / count / 2**30:.2f} GiB in {encoder.out}; "
-        f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there\n"
+        f"  about {format_bytes(len(plan.images) * size / count)} in {encoder.out}; "
+        f"{format_bytes(shutil.disk_usage(folder).free)} are free there\n"
         f"  about {minutes:.1f} minutes{each}: "
         f"decoding {1e3 * reading * processes:.1f} ms an image in each of {processes} processes, "
         f"encoding {1e3 * encoding:.1f} ms "
