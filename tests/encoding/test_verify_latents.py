@@ -5,6 +5,7 @@ import json
 from PIL import Image
 
 from scripts.verify_latents import VerifyConfig, verify
+from tests.harness.refusals import expect_refusal
 from tests.harness.sets import edit_manifest, flip_byte
 
 
