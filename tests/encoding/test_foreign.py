@@ -125,7 +125,7 @@ def test_a_fault_ends_in_one_sentence_and_leaves_nothing(
 
 def test_the_page_lists_every_format():
     page = (ROOT / "docs/exchange.md").read_text()
-    names = re.findall(r"^\| `([^`]+)` \| .* `\w+` \|$", page, re.MULTILINE)
+    names = re.findall(r"^\| `([^`]+)` \| .* `[\w.]+` \|$", page, re.MULTILINE)
     assert names == [*(known.name for known in FORMATS), *KINDS]
 
 
