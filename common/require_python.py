@@ -15,6 +15,7 @@ PROCESS_START = time.perf_counter()
 that a command does."""
 OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 13)
+MAIN_PROCESS = os.getpid()
 STOPPED = "stopped; the same command starts again, or continues from what is saved"
 
 
@@ -33,7 +34,8 @@ def refuse_python(version: tuple = sys.version_info, program: str = sys.executab
 
 def stop_at_once(*_: object) -> None:
     """Ends the process at Ctrl-C, without a traceback of what it was importing or compiling."""
-    os.write(2, f"\n{STOPPED}\n".encode())
+    if os.getpid() == MAIN_PROCESS:  # and no worker that was forked
+        os.write(2, f"\n{STOPPED}\n".encode())
     os._exit(130)
 
 

@@ -213,7 +213,12 @@ class SampleJob:
             raise UserError(f"prompts={cfg.prompts} does not go with {other}; leave it out.")
 
         # Take the labels and prompts that the user has typed.
-        prompts = [str(text) for text in list_values(cfg.prompt)]
+        prompts = list_values(cfg.prompt)
+        if cfg.prompt == [] or not all(isinstance(text, str) for text in prompts):
+            raise UserError(
+                f"prompt={cfg.prompt} must be a text, or a list of texts; quote one that YAML "
+                "reads as another type: ['7']."
+            )
         if not prompts and cfg.prompts not in ("held_out", "train"):
             prompts = read_prompts(cfg.prompts)
         if listed or prompts:

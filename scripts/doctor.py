@@ -121,7 +121,8 @@ def find_lacking_packages() -> dict[str, list[str]]:
     from packaging.utils import canonicalize_name
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    installed = {canonicalize_name(part.metadata["Name"]) for part in distributions()}
+    named = [part.metadata["Name"] for part in distributions()]
+    installed = {canonicalize_name(name) for name in named if name}  # a broken one has no name
     lacking = {}
     for extra, lines in project["optional-dependencies"].items():
         names = [Requirement(line).name for line in lines]

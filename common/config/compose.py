@@ -219,8 +219,8 @@ def report_user_errors(config_name: str = "train") -> Iterator[None]:
     Two other kinds of exceptions also become a message: those of Hydra and OmegaConf, and those
     that mean that the machine has run out of memory, disk space or threads. Any other exception is
     a bug and keeps its traceback. With FASTLATENT_TRACEBACK=1 in the environment, every exception
-    keeps its traceback. `config_name` is a key of `SCHEMAS`: the keys of that configuration are
-    those that a message suggests.
+    but Ctrl-C keeps its traceback. `config_name` is a key of `SCHEMAS`: the keys of that
+    configuration are those that a message suggests.
     """
     with tolerate_broken_output():
         try:
@@ -261,7 +261,9 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     models and encoders.
     """
     if "-h" in words or "--help" in words:
-        print(format_help(help_text, schema()))
+        print(
+            f"{format_help(help_text, schema())}\n{build.EXTENSIONS_KEY}=[]  Packages of your own"
+        )
         sys.exit(0)
 
     # If the user types another trainer's name for a key, such as cfg_scale, refuse it and name the

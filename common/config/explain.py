@@ -121,8 +121,9 @@ def suggest_fix(key: str, schema: type, words: list[str]) -> str:
     if choices:
         chosen = tuple(f"{group}=" for group in (key.partition(".")[0], "experiment"))
         named = " or ".join(choices[:2])
+        others = " (and others)" if len(choices) > 2 else ""
         is_chosen = any(word.startswith(chosen) for word in words)
-        return f"only {named} has it." if is_chosen else f"{choices[0]} has it; add {named}."
+        return f"{named}{others} has it." if is_chosen else f"{choices[0]} has it; add {named}."
     if list_choices(key):
         return f"it is a group of {other}.py."
     tree = OmegaConf.to_container(OmegaConf.structured(schema))

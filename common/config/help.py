@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from common.config.words import list_choices, name_type
 from common.text import format_table
@@ -39,6 +39,7 @@ def list_keys(keys: Any, prefix: str = "") -> list[tuple[str, str]]:
     """Lists (key=value, the first clause of its docstring) for the fields of a dataclass object,
     with those of nested objects under dotted names. A field without a docstring is left out."""
     texts = read_docstrings(type(keys))
+    hints = get_type_hints(type(keys))
     rows = []
     for node in fields(keys):
         value = getattr(keys, node.name)
@@ -46,10 +47,11 @@ def list_keys(keys: Any, prefix: str = "") -> list[tuple[str, str]]:
             rows += list_keys(value, f"{prefix}{node.name}.")
         elif node.name in texts:
             shown = re.sub(r'[" ]', "", json.dumps(value, ensure_ascii=False))
-            shown = shown if len(shown) < MAX_VALUE else f"{shown[:MAX_VALUE]}…"
+            shown = shown if len(shown) <= MAX_VALUE else f"{shown[:MAX_VALUE]}…"
             meaning = REST.sub("", " ".join(texts[node.name].split()))
-            if isinstance(value, Enum):
-                meaning += f": {name_type(type(value))}"
+            for kind in get_args(hints[node.name]) or [hints[node.name]]:
+                if isinstance(kind, type) and issubclass(kind, Enum):
+                    meaning += f": {name_type(kind)}"
             rows.append((f"{prefix}{node.name}={shown}", meaning))
     return rows
 

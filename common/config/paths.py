@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,9 @@ def refuse_no_set(key: str, path: Any) -> None:
     # Name a new folder as `out` if this one has files that are no job's.
     place = Path(str(path)).expanduser()
     job = f"source=<images> out={path}"
-    if place.is_dir() and not (place / "job.json").exists():
-        job = f"source={path} out=latents/{place.resolve().name}"
+    other = Path("latents", place.resolve().name)
+    if place.is_dir() and not (place / "job.json").exists() and other.resolve() != place.resolve():
+        job = f"source={path} out={other}"
     job = f"python precompute_latents.py {job}"
     refuse_missing(
         key,
@@ -90,8 +93,10 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
     place = os.path.expanduser(path)
     if not os.path.exists(place):  # Path.exists would raise an error for too long a name
         folder, name = os.path.split(place.rstrip("/"))
-        siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        question = ask_similar(name, siblings[:MAX_SIBLINGS])
+        siblings: list[str] = []
+        with suppress(OSError), os.scandir(folder or ".") as entries:
+            siblings = [entry.name for entry in islice(entries, MAX_SIBLINGS)]
+        question = ask_similar(name, siblings)
         hint = f" ({question})" if question else ""
         raise UserError(f"{key}={path} does not exist{hint}; {remedy}.")
     if names and not any(any(Path(place).glob(name)) for name in names):

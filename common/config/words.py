@@ -142,8 +142,8 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
         start, given, _ = before.partition("=")
         no_key = not equals and not key.startswith("-") and not re.search("[._]", name)
         if before.count("[") > before.count("]") or (given and no_key and name not in foreign):
-            also = f"; a key is written {ours}" if is_key else ""
-            remedy = f'quote a value with spaces for the shell, "{start}=…"{also}'
+            first = f"a key is written {ours}; " if is_key else ""
+            remedy = f'{first}quote a value with spaces for the shell, "{start}=…"'
         raise UserError(f"{word}{fault}; {remedy}.")
 
 
@@ -205,8 +205,9 @@ def suggest_key(name: str, known: list[str]) -> str:
 def ask_similar(name: str, known: Iterable[str], count: int = 1) -> str:
     """Returns the question whether the user means one of the at most `count` names in `known` that
     are most similar to `name`; "" if none is similar."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=count)
-    return f"did you mean {' or '.join(close)}?" if close else ""
+    names = {key.lower(): key for key in known}
+    close = difflib.get_close_matches(name.lower(), names, n=count)
+    return f"did you mean {' or '.join(names[key] for key in close)}?" if close else ""
 
 
 def list_choices(group: str) -> list[str]:
@@ -238,7 +239,7 @@ def describe_type(schema: type, key: str) -> str:
         return f"set key by key, such as {key}.{fields(default)[0].name}=<value>"
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     types = " or ".join(map(name_type, alternatives))
-    if default is None or isinstance(default, bool | Enum) or default == {}:
+    if default is None or isinstance(default, bool | Enum) or default in ({}, []):
         return types
     # Delete quotes and spaces from a list, so that the user can type the list in a shell.
     return f"{types}, such as {str(default).translate({39: None, 32: None})}"

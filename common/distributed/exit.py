@@ -20,8 +20,9 @@ from types import FrameType
 from typing import Any
 
 from common.config.build import admit_extensions
-from common.config.compose import SCHEMAS, compose, list_groups, report_user_errors
+from common.config.compose import compose, list_groups, report_user_errors
 from common.config.help import format_help
+from common.config.schema import PrecomputeConfig
 from common.config.words import quote, refuse_words, select_overrides
 from common.output import tolerate_broken_output
 
@@ -162,8 +163,9 @@ def run_app(
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with exit_cleanly(), report_user_errors(config_name):
         if {"-h", "--help"} & {*sys.argv[1:]}:
-            defaults: Any = SCHEMAS[config_name]()
-            defaults = replace(defaults, runtime=compose([]).cfg.runtime)
+            defaults: Any = compose([]).cfg
+            if config_name != "train":
+                defaults = replace(PrecomputeConfig(), runtime=defaults.runtime)
             print(format_help(help_text or "", defaults, list_groups(config_name)))
             return
         refuse_words(select_overrides(sys.argv[1:]))

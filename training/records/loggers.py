@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping
@@ -117,7 +118,8 @@ class WandbLogger(NoLogger):
             sys.argv = words
         if self.run.offline:
             kept = Path(self.run.dir).parent
-            self.place = f"offline in {kept}; `wandb sync {kept}` uploads it"
+            sync = shlex.join(["wandb", "sync", str(kept)])
+            self.place = f"offline in {kept}; `{sync}` uploads it"
         else:
             self.place = self.run.url
         print(f"W&B: {why}{self.place}", flush=True)
@@ -169,7 +171,7 @@ class TensorBoardLogger(NoLogger):
         # Hide the points that a killed process logged after its last checkpoint.
         events = folder / "tensorboard"
         self.writer = SummaryWriter(str(events), purge_step=samples + 1)
-        print(f"TensorBoard: tensorboard --logdir {events}", flush=True)
+        print(f"TensorBoard: tensorboard --logdir {shlex.quote(str(events))}", flush=True)
         self.writer.add_text(
             "config", "\n".join(f"    {key}: {value}" for key, value in config.items())
         )
