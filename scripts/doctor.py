@@ -120,7 +120,10 @@ def find_lacking_packages() -> dict[str, list[str]]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    file = ROOT / "pyproject.toml"
+    if not file.is_file():  # a copy of the packages alone
+        return {}
+    project = tomllib.loads(file.read_text())["project"]
     named = [part.metadata["Name"] for part in distributions()]
     installed = {canonicalize_name(name) for name in named if name}  # a broken one has no name
     lacking = {}
