@@ -6,7 +6,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import asdict, dataclass
 
-from common.text import format_table
+from common.text import LINE_WIDTH, format_table
 
 UNUSED = "unused"
 """Active value of a technique if the step contained nothing to which it applies."""
@@ -18,8 +18,6 @@ AUTO = "auto"
 COLUMNS = ("technique", "requested", "active", "evidence")
 NO_GPU = "this run is on cpu"
 """Words in the evidence of each technique that needs a GPU, on a machine without one."""
-WIDTH = 118
-"""Characters in a line of the table."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class LedgerRow:
         )
 
     @property
-    def speaks(self) -> bool:
-        """Whether the technique is on, or was requested and is not."""
+    def on_or_missing(self) -> bool:
+        """Whether the technique is on, or is `missing`."""
         return self.missing or self.active not in (False, UNUSED, "none")
 
     @property
@@ -82,7 +80,7 @@ class Ledger(list[LedgerRow]):
         first = {key: values.pop(key) for key in ("compile", "fused_adamw") if key in values}
         first["amp"] = str(dtype not in ("fp32", "false")).lower()
         first["amp_dtype"] = dtype
-        silent = {row.key for row in self if not row.speaks}
+        silent = {row.key for row in self if not row.on_or_missing}
         others = {key: value for key, value in values.items() if key not in silent}
         words = [f"{key}={value}" for key, value in (first | others).items()]
         return f"Acceleration: {' '.join(words)}"
@@ -91,13 +89,15 @@ class Ledger(list[LedgerRow]):
         """Formats a table for the terminal; a row that is `missing` starts with an exclamation
         mark. With the length "short", techniques that are off, and those that need a GPU on a
         machine without one, share one line."""
-        shown = [row for row in self if length == "full" or (row.speaks and not row.needs_gpu)]
+        shown = [
+            row for row in self if length == "full" or (row.on_or_missing and not row.needs_gpu)
+        ]
         cells: list[tuple[str, ...]] = [COLUMNS]
         for row in shown:
             mark = "! " if row.missing else "  "
             values = (format_value(row.requested), format_value(row.active))
             cells.append((mark + row.key, *values, row.evidence))
-        table = format_table(cells, WIDTH)
+        table = format_table(cells, LINE_WIDTH)
 
         rest = [row for row in self if row not in shown]
         if not rest:
@@ -106,4 +106,4 @@ class Ledger(list[LedgerRow]):
         off = [row.key for row in rest if row.key not in wanted]
         line = f"  off: {', '.join(off)}" + f"; without a GPU: {', '.join(wanted)}" * bool(wanted)
         line += " (ledger=full says why)"
-        return f"{table}\n{textwrap.fill(line, WIDTH, subsequent_indent='  ')}"
+        return f"{table}\n{textwrap.fill(line, LINE_WIDTH, subsequent_indent='  ')}"

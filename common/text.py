@@ -69,6 +69,10 @@ NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
 """Matches the start of a table cell that holds a number; `format_table` aligns it to the right."""
 
 
+LINE_WIDTH = 118
+"""Characters in a line of what commands print."""
+
+
 def format_table(rows: Sequence[Sequence[object]], width: int = 0) -> str:
     """Formats rows as aligned columns; the first row contains the column heads. Columns of numbers
     are aligned to the right, and None becomes a dash. If `width` is given, the last column is text,

@@ -31,7 +31,7 @@ from accel.ledger import NO_GPU
 from common.config.compose import compose
 from common.errors import UserError
 from common.files import ROOT
-from common.text import format_table
+from common.text import LINE_WIDTH, format_table
 from scripts.commands import run_command
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def format_findings(findings: dict[str, Any]) -> str:
 
 
 def wrap(text: str) -> str:
-    return textwrap.fill(text, 118, subsequent_indent="    ", break_on_hyphens=False)
+    return textwrap.fill(text, LINE_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,12 +127,12 @@ class ImportConfig:
             )
         if not self.scale:
             raise UserError("scale=0 cannot be the factor of the latents; give another number.")
-        self.find_class_names()
+        _ = self.class_names  # refuses wrong ones
         refuse_missing("source", self.source, "name a file or folder of latents")
 
-    def find_class_names(self) -> list[str] | None:
-        """Returns the names of the classes: an empty list for classes=none, None if `classes` is
-        not set."""
+    @cached_property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes: an empty list for classes=none, None if `classes` is not set."""
         if self.classes in (None, "none"):
             return None if self.classes is None else []
         if isinstance(self.classes, str):
@@ -177,7 +178,7 @@ def import_latents(cfg: ImportConfig) -> Path:
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
 
     # Open the source, and build the encoder that made its latents.
-    labelled = cfg.find_class_names() != []
+    labelled = cfg.class_names != []
     options = ForeignOptions(cfg.latents_key, cfg.labels_key, cfg.labels, labelled)
     foreign = open_foreign(str(cfg.source), options)
     if round(cfg.held_out * foreign.total) == foreign.total:
@@ -224,7 +225,7 @@ def read_raw(cfg: ImportConfig, foreign: ForeignLatents) -> Iterator[dict[str, A
     from encoding.foreign_values import read_chunks
 
     assert cfg.scale is not None
-    names = cfg.find_class_names()
+    names = cfg.class_names
     classes = min(foreign.total, MAX_CLASSES) if names is None else len(names)
     for chunk in read_chunks(foreign, classes):
         for name in chunk.keys() & {"latents", "mirrored"}:
@@ -328,7 +329,7 @@ def write_set(
     if captions is not None:
         shards += captions.run(out)
 
-    names = cfg.find_class_names()
+    names = cfg.class_names
     if names is None:
         names = [str(i) for i in range(int(labels.max()) + 1)]
     empty = len(names) - len(labels[target > 0].unique())

@@ -195,7 +195,8 @@ def make_spec(cfg: WeightsConfig, family: Family, published: Published) -> Laten
 
     channels = published.channels
     if cfg.statistics is None:
-        mean, std = [0.0] * channels, [1.0 / family.scale] * channels
+        mean = [0.0] * channels
+        std = [1.0 / family.scale] * channels
     else:
         mean, std = read_statistics(Path(cfg.statistics).expanduser(), channels)
     names = read_class_names(cfg.classes) if cfg.classes else []

@@ -270,17 +270,19 @@ def convert_block(keys: Keys, name: str, dim: int) -> dict[str, Tensor]:
         if f"{name}.attn.{part}_norm.weight" in keys:
             layers[f"{ours}.0.{part}_weight"] = keys.take(f"{name}.attn.{part}_norm.weight", -1)
 
-    # The first layer of a SwiGLU has two halves, for the gate and the values.
-    halves, first, second, our_first, our_second = (1, "fc1", "fc2", "fc1", "fc2")
-    if f"{name}.mlp.w12.weight" in keys:
-        halves, first, second, our_first, our_second = (2, "w12", "w3", "w13", "w2")
+    # Name both layers of the MLP, theirs -> ours. The first one of a SwiGLU has two halves, for the
+    # gate and the values.
+    is_gated = f"{name}.mlp.w12.weight" in keys
+    names = {"w12": "w13", "w3": "w2"} if is_gated else {"fc1": "fc1", "fc2": "fc2"}
+    first, second = names
+    halves = 2 if is_gated else 1
     contract = keys.take_linear(f"{name}.mlp.{second}", dim, -1)
     hidden = contract.shape[1] - 1
     missing = -hidden % MLP_WIDTH_MULTIPLE
     expand = keys.take_linear(f"{name}.mlp.{first}", halves * hidden, dim)
     expand = F.pad(expand.unflatten(0, (halves, hidden)), (0, 0, 0, missing))
-    layers[f"{ours}.1.{our_first}"] = expand.flatten(0, 1)
-    layers[f"{ours}.1.{our_second}"] = F.pad(contract, (0, missing))
+    layers[f"{ours}.1.{names[first]}"] = expand.flatten(0, 1)
+    layers[f"{ours}.1.{names[second]}"] = F.pad(contract, (0, missing))
     return layers
 
 

@@ -13,10 +13,8 @@ from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 from common.config.words import list_choices, name_type
-from common.text import format_table
+from common.text import LINE_WIDTH, format_table
 
-WIDTH = 118
-"""Characters in a line of the text."""
 MAX_VALUE = 30
 """Characters that are shown of a default."""
 REST = re.compile(r"(;|\.( |$)).*")
@@ -61,10 +59,10 @@ def format_help(text: str, defaults: Any, groups: Mapping[str, str] | None = Non
     `defaults`; `text` says what the command does. `groups` maps each group of configuration files
     that the command takes to its default."""
     rows = [("key=default", "meaning"), *list_keys(defaults)]
-    pages = [text.strip(), format_table(rows, WIDTH)]
+    pages = [text.strip(), format_table(rows, LINE_WIDTH)]
     if groups:
         rows = [("group=default", "files of conf/<group>/")]
         for group, file in groups.items():
             rows.append((f"{group}={file}", ", ".join(list_choices(group))))
-        pages.insert(1, format_table(rows, WIDTH))
+        pages.insert(1, format_table(rows, LINE_WIDTH))
     return "\n\n".join(pages)
