@@ -14,6 +14,7 @@
     mixers        a training step of each mixer at equal parameters
     data          samples per second of each loader, and of the usual pipelines
     step          one configuration by phases
+    compiling     start-up and graphs of the compiled model, beside those of its compiled blocks
     profile       the ops that take most of a step, by PyTorch's profiler, and its trace
     precision     fp32, bf16 and fp16: losses over several seeds
     memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds

@@ -140,6 +140,7 @@ COMMANDS = {
     "data": Command(data.measure_loader),
     "step": Command(step.measure_phases),
     "profile": Command(step.write_profile),
+    "compiling": Command(measure.measure_compiling),
     "precision": Command(measure.measure_seeds, SeedsConfig),
     "memory": Command(measure.measure_seeds, SeedsConfig),
     "plan": Command(measure.measure_planned),

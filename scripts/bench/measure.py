@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,13 @@ from scripts.bench.step import Loop, Workload, time_steps
 from scripts.capabilities import find_capabilities
 from scripts.plan.memory import forecast
 from scripts.plan.question import make_question
-from scripts.timing import compute_ratios, disable_compiler_caches, summarise, synchronise
+from scripts.timing import (
+    compute_ratios,
+    disable_compiler_caches,
+    measure_seconds,
+    summarise,
+    synchronise,
+)
 from training.evaluate import evaluate
 from training.preflight.memory import count_lasting_bytes
 
@@ -180,6 +187,27 @@ def compare(
         "final_loss": loss,
         "loss_deviation": loss / base_loss - 1.0,
     }
+
+
+def measure_compiling(case: Case, cfg: BenchConfig) -> Figures:
+    """Measures the seconds from nothing to a step at each of the case's `batch_sizes`, and the
+    graphs that are compiled for them, of the case and of its baseline; `times` is the ratio of the
+    seconds."""
+    figures: Figures = {}
+
+    def take_steps(words: Words) -> None:
+        workload = Workload(words)
+        for size in case.labels["batch_sizes"]:
+            workload.training.loader.batch_size = int(size * workload.cfg.batch_size)
+            workload.take_step()
+
+    torch.compile(torch.sin)(torch.ones(1))  # loads the compiler, which no run is to pay for
+    for prefix, words in (("", case.overrides), ("baseline_", case.baseline)):
+        with disable_compiler_caches():
+            run = partial(take_steps, words)
+            figures[f"{prefix}start_s"] = measure_seconds(run, device_of(words))
+        figures[f"{prefix}graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return figures | {"times": figures["start_s"] / figures["baseline_start_s"]}
 
 
 def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:

@@ -189,12 +189,16 @@ def time_phases(workload: Workload, steps: int) -> dict[str, float]:
 
 
 def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures a whole training step, and its phases."""
+    """Measures a whole training step, its phases, and the part of a step (`launch_ms`) that a clock
+    shows which does not wait for the device."""
     workload = Workload(case.overrides)
     step_ms = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
+    # What a clock shows that does not wait for the device.
+    seconds = measure_seconds(partial(workload.run, cfg.steps), torch.device("cpu"))
     phases_ms = time_phases(workload, cfg.steps)
     text = format_table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in phases_ms.items())])
-    return workload.describe_steps(step_ms) | {"phases_ms": phases_ms, "text": text}
+    figures = workload.describe_steps(step_ms) | {"launch_ms": 1e3 * seconds / cfg.steps}
+    return figures | {"phases_ms": phases_ms, "text": text}
 
 
 def write_profile(case: Case, cfg: BenchConfig) -> Figures:

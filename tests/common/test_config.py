@@ -210,6 +210,7 @@ def test_presets_build_on_each_other():
         on[name] = {key for key, value in vars(runtime).items() if value is True}
     assert on["eager"] < on["fast"] < on["production"] < on["max"]
     assert on["max"] - on["production"] == {"cuda_graph"}
+    assert on["production"] - on["fast"] == {"compile"}
     assert on["lowmem"] - on["fast"] == {"gradient_checkpointing", "empty_cache_at_eval"}
 
 

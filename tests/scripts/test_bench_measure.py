@@ -70,6 +70,14 @@ def test_a_step_is_taken_apart(tmp_path):
     assert "forward" in entry["text"]
 
 
+def test_the_compiled_model_stands_beside_its_blocks(tmp_path, monkeypatch):
+    """On the test's clock everything takes a second."""
+    monkeypatch.setattr(measure, "measure_seconds", lambda run, device: run() or 1.0)
+    one, four = measure_tiny("compiling", tmp_path, "model.dim=32").values()
+    assert one["times"] == 1.0
+    assert one["graphs"] < four["graphs"]
+
+
 def test_a_profile_has_a_trace(tmp_path):
     entry = measure_tiny("profile", tmp_path / "new")["profile"]
     trace = json.loads((tmp_path / "new" / entry["trace"]).read_text())["traceEvents"]

@@ -3,11 +3,18 @@
 import math
 
 import pytest
+import torch
 
 from scripts.bench.cases import SETTINGS
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Workload, sum_phases
-from scripts.timing import compute_ratios, shows_no_difference, summarise, time_in_turn
+from scripts.timing import (
+    compute_ratios,
+    measure_seconds,
+    shows_no_difference,
+    summarise,
+    time_in_turn,
+)
 from tests.harness.words import CPU
 
 TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
@@ -18,6 +25,14 @@ def test_repeats_are_interleaved_and_turned_round():
     order = []
     time_in_turn({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
     assert "".join(order) == "abccba"
+
+
+def test_a_clock_waits_for_the_device(monkeypatch):
+    """Before it starts, and before it stops."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
+    measure_seconds(lambda: done.append("ran"), torch.device("cuda"), lambda: done.append("") or 0)
+    assert done == ["waited", "", "ran", "waited", ""]
 
 
 def test_times_have_quartiles_and_ratios_are_of_the_same_turn():

@@ -3,11 +3,15 @@
 import json
 import re
 import shutil
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
+from diffusers import AutoencoderKL
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.flop_counter import FlopCounterMode
 
 from accel.stack import TECHNIQUES
 from common.files import ROOT
@@ -251,38 +255,50 @@ def test_tables_align():
 
 
 GUIDES = TABLES["guides"]
-ROWS_OF_GUIDES = [row for group in GUIDES.values() for row in group["rows"]]
+ROWS_OF_GUIDES = [*chain(*GUIDES["more"].values()), *GUIDES["mistakes"]]
+ROWS_OF_GUIDES += [row[side] for row in GUIDES["techniques"] for side in ("speed", "memory")]
 
 
 def test_every_figure_of_the_guides_has_one_status_and_cases_that_are_measured():
-    assert len(ROWS_OF_GUIDES) >= 30
-    assert all(group["gpu"] for group in GUIDES.values())  # what settles the rows that wait
+    assert len(ROWS_OF_GUIDES) >= 60
     for row in ROWS_OF_GUIDES:
-        assert {"what", "promised"} <= row.keys() <= {"what", "key", "promised", "here"}, row
         here = row.get("here", "")
-        if not isinstance(here, str):
-            assert here.keys() == {"item", "cases", "shows"}, row
-            command = f"python -m scripts.bench {TABLES['queue'][here['item']]['words']}"
-            assert {*here["cases"].values()} <= {*publish.list_cases(command)}, row
+        for source in () if isinstance(here, str) else here:
+            assert source.keys() - {"cpu"} == {"item", "cases", "shows"}, row
+            command = f"python -m scripts.bench {TABLES['queue'][source['item']]['words']}"
+            assert {*source["cases"].values()} <= {*publish.list_cases(command)}, row
 
 
 def test_the_page_of_guides_shows_a_figure_and_where_it_was_measured(monkeypatch):
-    """A figure of a GPU where there is one, else of a CPU, never of a case that failed."""
-    here = {"item": "counted", "shows": "{peak_change:+.0%}"}
-    here["cases"] = {"one": "bf16", "two": "other"}
-    row = {"what": "all", "promised": "2 ×", "here": here}
+    """A figure of a GPU where there is one, of a CPU only where it answers the promise, and never
+    of a case that failed."""
+    source = {"item": "counted", "shows": "{peak_change:+.0%}", "cpu": True}
+    source["cases"] = {"one": "bf16", "two": "other"}
+    row = {"what": "all", "promised": "2 ×", "here": [source]}
     later = {"what": "later", "key": "a.b, c.d", "promised": "3 ×"}
-    rows = [row, later | {"here": "declined: why"}, later]
-    monkeypatch.setitem(TABLES, "guides", {"Memory": {"gpu": "`plan`", "rows": rows}})
+    timed = {"item": "step", "cases": {"": "s"}, "shows": "×{speed:.1f}"}
+    rows = [row, later | {"here": "declined: why"}, later, row | {"here": [timed]}]
+    monkeypatch.setitem(TABLES, "guides", GUIDES | {"more": {"Memory": rows}})
     failed = {"name": "other", "peak_change": 9.0, "error": "it failed"}
     cpu = make_page("counted_b256", {"name": "bf16", "peak_change": -0.5}, failed, **CPU)
-    text = make_tables([cpu])["guides"]
-    assert "2 × | one: -50% ([cpu](benchmarks/cpu.md#counted-b256))" in text
+    step = make_page("step_tiny", make_rung("s", 3.0), **CPU)
+    text = make_tables([cpu, step])["more"]
+    assert "2 × | one: -50% [cpu-counted-b256] |" in text
+    assert "[cpu-counted-b256]: benchmarks/cpu.md#counted-b256" in text
     assert "| later | `a.b`, `c.d` | 3 × | declined: why |" in text
     assert "| later | `a.b`, `c.d` | 3 × | – |" in text
-    gpu = make_page("counted", {"name": "bf16", "peak_change": -0.25})
-    text = make_tables([cpu, gpu])["guides"]
-    assert "one: -25% ([h100](benchmarks/h100.md#counted))" in text
+    assert "| all | – | 2 × | – |" in text
+    same = make_rung("s", 1.0, speed_q1=0.9, speed_q3=1.1)
+    pages = [cpu, make_page("counted", {"name": "bf16", "peak_change": -0.25})]
+    text = make_tables([*pages, make_page("step", same)])["more"]
+    assert "one: -25% [h100-counted]" in text
+    assert "2 × | no difference: ×1.0 [h100-step]" in text
+
+
+@pytest.mark.parametrize("row", GUIDES["mistakes"], ids=lambda row: row["what"])
+def test_what_prevents_a_mistake_has_a_test(row):
+    file, _, name = row["proof"].partition("::")
+    assert re.search(rf'(def |"){name}[("]', (ROOT / file).read_text())
 
 
 def test_what_the_guides_page_counts_by_hand_is_so():
@@ -290,7 +306,14 @@ def test_what_the_guides_page_counts_by_hand_is_so():
     L, s, b, h, a = 32, 1024, 100, 4096, 32
     assert f"{2 * L * s * b * h * (34 + 5 * a * s // h) / 1e12:.2f} TB" in counted
     assert f"{b * s / 1e6:.1f} M tokens" in counted
-    assert f"{3 * 512 * 512 // (4 * 64 * 64)} ×" in counted
+    assert f"1/{3 * 512 * 512 // (4 * 64 * 64)}:" in counted
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "layers_per_block": 2}
+        widths = [128, 256, 512, 512]
+        encoder = AutoencoderKL(**blocks, block_out_channels=widths).encoder.requires_grad_(False)
+        encoder(torch.zeros(1, 3, 256, 256))
+    assert f"{counter.get_total_flops() / 1e9:.0f} GFLOP" in counted
+    assert f"{4 * sum(p.numel() for p in encoder.parameters()) / 1e6:.0f} MB" in counted
     for layer in (0, 1):
         mixer = Attention(64, 64, (32, 32), window=8, layer=layer)
         mixer.init_weights()
