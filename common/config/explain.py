@@ -17,8 +17,10 @@ from common.config.words import (
     ask_similar,
     describe_type,
     describe_unreadable,
+    fill_spelling,
     find_given_word,
     list_choices,
+    list_foreign,
     suggest_key,
 )
 from common.trees import list_nodes
@@ -113,6 +115,9 @@ def suggest_fix(key: str, schema: type, words: list[str]) -> str:
     key. `words` are the words of the command: an option that one of them has chosen is not to be
     replaced."""
     other = {TrainConfig: "precompute_latents", PrecomputeConfig: "train"}.get(schema)
+    remedy = list_foreign("unknown").get(key)
+    if remedy:
+        return f"{fill_spelling(remedy, find_given_word(key, words).partition('=')[2])}."
     groups = [field.name for field in fields(schema)]
     if other is None:
         return suggest_key(key, groups)

@@ -15,6 +15,8 @@ from common.errors import UserError
 
 MAX_SIBLINGS = 1000
 """Largest number of files of a folder among which a message looks for a similar name."""
+LATENT_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors")
+"""Ends of the names of files in which other tools store latents."""
 LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
 """`_target_` of each loader whose argument `path` is the folder or URL of a latent set."""
 
@@ -69,18 +71,35 @@ def refuse_no_weights(key: str, path: str | None) -> None:
 def refuse_no_set(key: str, path: Any) -> None:
     """Raises UserError if a local `path` lacks the manifest.json of a finished latent set. `key`
     is the configuration key that holds the path, for the message."""
-    # Name a new folder as `out` if this one has files that are no job's.
-    place = Path(str(path)).expanduser()
-    job = f"source=<images> out={path}"
+    # Name a new folder as `out` if this path is there and has files that are no job's.
+    place = Path(os.path.expanduser(str(path)))
     other = Path("latents", place.resolve().name)
-    if place.is_dir() and not (place / "job.json").exists() and other.resolve() != place.resolve():
+    if not os.path.isdir(place):
+        other = other.with_suffix("")
+    job = f"source=<images> out={path}"
+    is_job = (place / "job.json").exists() or other.resolve() == place.resolve()
+    if os.path.exists(place) and not is_job:
         job = f"source={path} out={other}"
     job = f"python precompute_latents.py {job}"
-    refuse_missing(
-        key,
-        path,
-        f"name a folder that `{job}` has finished (the same command continues)",
-        "manifest.json",
+    remedy = f"name a folder that `{job}` has finished (the same command continues)"
+
+    # Latents of another tool need no encoding, but another command.
+    if any(file.suffix in LATENT_FILES for file in (place, *place.glob("*"))):
+        remedy = describe_import(key, str(path), other)
+    refuse_missing(key, path, remedy, "manifest.json")
+
+
+def describe_import(key: str, source: str, out: Path) -> str:
+    while out.exists():
+        out = out.with_name(f"{out.name}_new")
+    first = "import it with"
+    if source.endswith(".npz"):
+        source = f"{source.removesuffix('.npz')}.npy"
+        first = f"save its latents as {source} by numpy.save and import that with"
+    return (
+        f"{first} `python -m scripts.import_latents source={source} encoder=<its encoder> "
+        f"scale=<its factor> out={out}` (labels=<file> or classes=none if it has no labels), then "
+        f"set {key}={out}"
     )
 
 

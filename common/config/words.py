@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -64,7 +65,8 @@ def read_spellings() -> dict[str, Any]:
 
 def list_foreign(commands: str) -> dict[str, str]:
     """Returns key of another trainer -> how to write the setting in fastlatent, with {} for the
-    value. `commands` is "training", or "drawing" for the commands that draw samples."""
+    value. `commands` is "training", or "drawing" for the commands that draw samples. For "unknown":
+    key that a command lacks -> the end of a sentence about it."""
     table = read_spellings()[commands]
     return {key: spelling for spelling, keys in table.items() for key in keys.split()}
 
@@ -75,9 +77,11 @@ def fill_spelling(spelling: str, value: str) -> str:
     of fastlatent, such as float32 to fp32."""
     choices = read_spellings()["values"].get(spelling.partition("=")[0], {})
     matches = (
-        name for name, words in choices.items() if words == "*" or value.lower() in words.split()
+        name
+        for name, patterns in choices.items()
+        if any(fnmatchcase(value.lower(), pattern) for pattern in patterns.split())
     )
-    return spelling.replace("{}", next(matches, value) or "<value>")
+    return spelling.replace("{}", next(matches, "{}")).replace("{}", value or "<value>")
 
 
 def refuse_words(words: list[str]) -> None:
@@ -135,6 +139,9 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
         ours = f"{name}={value.strip() or '<value>'}"
         if name in foreign:
             ours = fill_spelling(foreign[name], value or "true")
+        groups = [file.parent.name for file in CONF_FOLDER.glob("*/*.yaml") if file.stem == name]
+        if key == name and not value and len(groups) == 1:
+            ours = f"{groups[0]}={name}"
         is_key = re.fullmatch(r"[a-z_][\w.]+", name)
         remedy = f"write {ours}" if is_key else "`--help` lists the keys"
 
@@ -195,7 +202,7 @@ def suggest_key(name: str, known: list[str]) -> str:
     variable = re.search(r"NCCL_\w+$", name)
     if variable:
         return f"did you mean {OPEN_MAPPING}.{variable[0]}?"
-    public = [key for key in known if not re.search(r"(^|\.)_", key)]
+    public = [key for key in known if not re.search(r"(^|\.)(_|defaults$)", key)]
     nested = [key for key in public if key.endswith(f".{name}")]
     if nested:
         return f"did you mean {nested[0]}?"
