@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import fields
 from itertools import islice
@@ -15,8 +16,8 @@ from common.errors import UserError
 
 MAX_SIBLINGS = 1000
 """Largest number of files of a folder among which a message looks for a similar name."""
-LATENT_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors")
-"""Ends of the names of files in which other tools store latents."""
+LATENT_FILE = re.compile(r".*(\.(npy|npz|pt|pth|safetensors)|_features)")
+"""Matches the name of a file or folder in which another tool stores latents."""
 LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
 """`_target_` of each loader whose argument `path` is the folder or URL of a latent set."""
 
@@ -84,13 +85,13 @@ def refuse_no_set(key: str, path: Any) -> None:
     remedy = f"name a folder that `{job}` has finished (the same command continues)"
 
     # Latents of another tool need no encoding, but another command.
-    if any(file.suffix in LATENT_FILES for file in (place, *place.glob("*"))):
+    if any(LATENT_FILE.fullmatch(file.name) for file in (place, *place.glob("*"))):
         remedy = describe_import(key, str(path), other)
     refuse_missing(key, path, remedy, "manifest.json")
 
 
 def describe_import(key: str, source: str, out: Path) -> str:
-    while out.exists():
+    while out.exists():  # the import wants a new folder
         out = out.with_name(f"{out.name}_new")
     first = "import it with"
     if source.endswith(".npz"):
