@@ -84,7 +84,11 @@ def explain_word(text: str, words: list[str]) -> str | None:
         lines = text.splitlines()
         options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
         options = options or list_choices(group)
-        fix = ask_similar(name, options, count=3) or f"choose one of {', '.join(options)}."
+        fix = (
+            list_foreign("unknown").get(f"{group}={name}")
+            or ask_similar(name, options, count=3)
+            or f"choose one of {', '.join(options)}."
+        )
         if group == "data":
             fix += " For your own latents use data=resident data.path=<folder>."
         return f"{group}={name}: there is no such file in conf/{group}; {fix}"
@@ -117,7 +121,7 @@ def suggest_fix(key: str, schema: type, words: list[str]) -> str:
     other = {TrainConfig: "precompute_latents", PrecomputeConfig: "train"}.get(schema)
     remedy = list_foreign("unknown").get(key)
     if remedy:
-        return f"{fill_spelling(remedy, find_given_word(key, words).partition('=')[2])}."
+        return fill_spelling(remedy, find_given_word(key, words).partition("=")[2])
     groups = [field.name for field in fields(schema)]
     if other is None:
         return suggest_key(key, groups)

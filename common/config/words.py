@@ -66,7 +66,7 @@ def read_spellings() -> dict[str, Any]:
 def list_foreign(commands: str) -> dict[str, str]:
     """Returns key of another trainer -> how to write the setting in fastlatent, with {} for the
     value. `commands` is "training", or "drawing" for the commands that draw samples. For "unknown":
-    key that a command lacks -> the end of a sentence about it."""
+    a key that there is not, or group=file -> the end of a sentence about it."""
     table = read_spellings()[commands]
     return {key: spelling for spelling, keys in table.items() for key in keys.split()}
 
