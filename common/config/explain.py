@@ -122,6 +122,8 @@ def suggest_fix(key: str, schema: type, words: list[str]) -> str:
     remedy = list_foreign("unknown").get(key)
     if remedy:
         return fill_spelling(remedy, find_given_word(key, words).partition("=")[2])
+
+    # The commands without Hydra have no groups, so a similar key is all that helps.
     groups = [field.name for field in fields(schema)]
     if other is None:
         return suggest_key(key, groups)
