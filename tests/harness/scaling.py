@@ -1,16 +1,10 @@
-"""The table of docs/scaling.md, computed from the formulas that stand above it."""
+"""The formulas above the table of docs/scaling.md."""
 
-from math import ceil, inf, log2
-
-from common.config.compose import compose
-from common.files import ROOT
-from training.inputs import foresee_latents
-from training.weights.pretrained import build_on_meta
+from math import ceil, log2
 
 MACHINE, NETWORK = 370e9, 50e9  # bytes a second and GPU, within a machine of eight and beyond it
 GPUS = (8, 64, 256, 1024, 4096)
 HOP, FAR_HOP = 1e-6, 5e-6  # seconds
-WORDS = ["model=ssd_mlp_xl", "data=synthetic", "data.height=32", "data.width=32"]
 SAMPLE_SECONDS = 0.1514 / 64  # of ssd_mlp_xl on an H100: docs/benchmarks/h100.md
 
 
@@ -40,14 +34,3 @@ def find_share(way, gpus, samples, size, parts):
     forward = max(seconds / 3, gathers)
     backward = max(2 * seconds / 3, gathers * (way != "ddp") + reduction)
     return seconds / (forward + backward)
-
-
-def test_the_table_of_several_gpus_is_that_of_its_formulas():
-    cfg = compose(WORDS).cfg
-    model = build_on_meta(cfg.model, foresee_latents(cfg, inf)[0])
-    size = 4.0 * sum(p.numel() for p in model.parameters())
-    page = (ROOT / "docs/scaling.md").read_text()
-    for way, samples in (("ddp", 8), ("hsdp", 8), ("fsdp", 32), ("fsdp", 8)):
-        shares = [find_share(way, gpus, samples, size, model.depth + 1) for gpus in GPUS]
-        row = f"| `{way}` | {samples} | {' | '.join(f'{share:.0%}' for share in shares)} |"
-        assert row in page, row
