@@ -66,7 +66,12 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
             # for the upper quartile, divide the upper one by the lower one.
             for quartile, opposite in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
                 speed = before.get(f"speed{opposite}")
-                entry[f"times_before{quartile}"] = speed and entry[f"speed{quartile}"] / speed
+                times = speed and entry[f"speed{quartile}"] / speed
+                # A GPU's speed hardly drifts, and each process times its baseline anew, so compare
+                # the times of a step themselves.
+                if times and ratio == "times_before" and entry.get("memory_reserved_peak"):
+                    times = before[f"step_ms{quartile}"] / entry[f"step_ms{opposite}"]
+                entry[f"times_before{quartile}"] = times
             before = entry
 
         # Report techniques that the case requests and that are not on, except those that its

@@ -306,7 +306,10 @@ def test_what_the_guides_page_counts_by_hand_is_so():
     L, s, b, h, a = 32, 1024, 100, 4096, 32
     assert f"{2 * L * s * b * h * (34 + 5 * a * s // h) / 1e12:.2f} TB" in counted
     assert f"{b * s / 1e6:.1f} M tokens" in counted
-    assert f"1/{3 * 512 * 512 // (4 * 64 * 64)}:" in counted
+    planned = (ROOT / "docs/planning.md").read_text()
+    assert all(f"| {figure} |" in planned for figure in re.findall(r"([\d.]+) × with", counted))
+    (dit,) = publish.read_page(ROOT / "docs/benchmarks/h100/mixers_b256.json").entries[:1]
+    assert f"beside {dit['flops_a_sample'] / 1e9:.0f} of training" in counted
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "layers_per_block": 2}
         widths = [128, 256, 512, 512]
