@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel.kernels.ssd import definition
 from common.config.build import build
-from common.config.compose import compose
+from common.config.compose import compose, parse_yaml
+from common.files import ROOT
 from models.denoiser import Denoiser
 from models.layers import Layer, sincos_positions
 from models.mixers.attention import Attention
@@ -26,17 +27,7 @@ from tests.harness.refusals import expect_refusal
 from training.heads import ModelWithHeads
 from training.objective import LatentHead
 
-# Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and
-# every comparison.
-PARAMETERS = {
-    "conv": (511_952, 32_977_168, 130_540_048, 458_195_472, 675_250_960),
-    "dit": (509_520, 32_917_264, 130_418_704, 457_081_872, 674_824_464),
-    "hybrid": (508_671, 32_576_542, 127_144_108, 443_763_888, 654_338_418),
-    "mamba1": (542_416, 34_814_224, 135_983_632, 475_854_864, 700_496_656),
-    "mamba": (549_704, 35_761_840, 136_490_320, 474_805_776, 697_553_520),
-    "ssd_mlp": (507_822, 32_462_968, 126_052_576, 439_324_560, 647_509_736),
-    "zigzag": (547_656, 35_712_688, 136_404_304, 474_584_592, 697_266_800),
-}
+PARAMETERS = parse_yaml((ROOT / "tests/assets/parameters.yaml").read_text())
 MODEL_SIZES = ("xs", "s", "b", "l", "xl")
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from common.config.compose import parse_yaml
 from common.files import ROOT
 from tests.harness.kernel_resources import (
     ARCHITECTURES,
@@ -21,30 +22,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 ALL = [(case, architecture) for architecture in ARCHITECTURES for case in cases(architecture)]
 TABLES = read_recorded(ROOT / "docs" / "benchmarks" / "kernel_resources.json")
-SPILLS = {
-    "3.6.0 add_norm D=384, row maps sm_90": (1, 8),
-    "3.6.0 add_norm D=768, row maps sm_90": (1, 8),
-    "3.6.0 ssd forward L=256 P=64 N=64 sm_90": (1, 8),
-    "3.6.0 ssd forward L=256 P=64 N=64 sm_120": (2, 8),
-    "3.6.0 ssd read T=256 P=64 N=64 fp32 sm_86": (2, 8),
-    "3.6.0 ssd read T=256 P=64 N=64 fp32 sm_89": (2, 8),
-    "3.8.0 add_norm D=96, row maps sm_90": (1, 8),
-    "3.8.0 add_norm D=768, row maps sm_90": (1, 8),
-    "3.8.0 qk_rope P=32 sm_100": (6, 24),
-    "3.8.0 qk_rope P=128, backward sm_100": (2, 8),
-    "3.8.0 ssd ds L=256 P=64 N=64 fp32, diagonal sm_100": (1, 8),
-    "3.8.0 ssd ds L=256 P=128 N=128 fp32, diagonal sm_120": (1, 8),
-    "3.9.0 ssd ds L=256 P=64 N=64, diagonal sm_90": (7, 32),
-    "3.9.0 ssd ds L=256 P=32 N=16, diagonal sm_90": (2, 8),
-    "3.9.0 ssd ds L=256 P=64 N=64 fp32, diagonal sm_90": (1, 8),
-    "3.9.0 ssd ds L=256 P=64 N=64 fp32, diagonal sm_100": (1, 8),
-    "3.9.0 ssd ds L=256 P=128 N=128 fp32, diagonal sm_120": (1, 8),
-}
-"""Version of Triton, case and architecture -> spills and bytes of stack, where they are not 0."""
+SPILLS = parse_yaml((ROOT / "tests/assets/spills.yaml").read_text())
 
 
 def assert_fits(version, name, resources):
-    assert (resources.spills, resources.stack) == SPILLS.get(f"{version} {name}", (0, 0))
+    assert [resources.spills, resources.stack] == SPILLS.get(f"{version} {name}", [0, 0])
     assert resources.fp64 == 0
     assert resources.shared <= 1024 * SHARED_MEMORY_KIB[int(name.rpartition("sm_")[2])]
 
