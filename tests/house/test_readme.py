@@ -178,7 +178,9 @@ def run_module(name, words):
 
 def run_training(words, number):
     """Runs `python train.py words` for two tiny steps; in `runs/<number>` if it names no folder."""
-    words = [word for word in words if not word.startswith(("runtime.compile", "epochs"))]
+    words = [
+        word for word in words if not word.startswith(("runtime.compile", "epochs", "runtime=auto"))
+    ]
     words += (
         [] if any(word.startswith("run_dir=") for word in words) else [f"run_dir=runs/{number}"]
     )

@@ -308,7 +308,7 @@ def test_what_the_guides_page_counts_by_hand_is_so():
     assert f"{b * s / 1e6:.1f} M tokens" in counted
     planned = (ROOT / "docs/planning.md").read_text()
     assert all(f"| {figure} |" in planned for figure in re.findall(r"([\d.]+) × with", counted))
-    (dit,) = publish.read_page(ROOT / "docs/benchmarks/h100/mixers_b256.json").entries[:1]
+    dit = publish.read_page(ROOT / "docs/benchmarks/h100/mixers_b256.json").entries[0]
     assert f"beside {dit['flops_a_sample'] / 1e9:.0f} of training" in counted
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         encoder = AutoencoderKL(
