@@ -62,10 +62,16 @@ def compute_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]
     return [a / b for a, b in zip(base, other, strict=True)]
 
 
-def shows_no_difference(entry: Mapping[str, Any], name: str) -> bool:
-    """Returns whether the ratio `name` of a result shows no difference: whether 1 lies between its
-    quartiles `name`_q1 and `name`_q3."""
-    return entry[f"{name}_q1"] <= 1 <= entry[f"{name}_q3"]
+def judge_ratio(entry: Mapping[str, Any], name: str) -> str:
+    """Returns "no difference" if a ratio within 2 % of 1 lies between the quartiles `name`_q1 and
+    `name`_q3 of a result, "unsettled" if the quartiles are besides more than 5 % apart, else "". Of
+    fewer than five rounds the quartiles say little, so they are taken five times as far apart."""
+    low = entry[f"{name}_q1"]
+    high = entry[f"{name}_q3"]
+    margin = 2 * (high - low) if entry.get("n", 5) < 5 else 0.0
+    if low - margin > 1.02 or high + margin < 0.98:
+        return ""
+    return "no difference" if high / low < 1.05 else "unsettled"
 
 
 def time_in_turn(

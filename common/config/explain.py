@@ -119,14 +119,14 @@ def suggest_fix(key: str, schema: type, words: list[str]) -> str:
     key. `words` are the words of the command: an option that one of them has chosen is not to be
     replaced."""
     other = {TrainConfig: "precompute_latents", PrecomputeConfig: "train"}.get(schema)
-    remedy = list_foreign("unknown").get(key)
-    if remedy:
-        return fill_spelling(remedy, find_given_word(key, words).partition("=")[2])
-
     # The commands without Hydra have no groups, so a similar key is all that helps.
     groups = [field.name for field in fields(schema)]
     if other is None:
         return suggest_key(key, groups)
+
+    remedy = list_foreign("unknown").get(key)
+    if remedy:
+        return fill_spelling(remedy, find_given_word(key, words).partition("=")[2])
     choices_by_key = map_keys_to_choices()
     choices = choices_by_key.get(key)
     if choices:

@@ -16,8 +16,11 @@ from common.errors import UserError
 
 MAX_SIBLINGS = 1000
 """Largest number of files of a folder among which a message looks for a similar name."""
-LATENT_FILE = re.compile(r".*(\.(npy|npz|pt|pth|safetensors)|_features)")
-"""Matches the name of a file or folder in which another tool stores latents."""
+LATENT_FILE = re.compile(
+    r"[^/].*\.(npy|npz|pt|pth)|.*\.safetensors|/latents\.npy|/.*_(features|labels)"
+)
+"""Matches the name of a file in which another tool stores latents, or with a slash before it that
+of an entry of a folder of such files; encoding/foreign.py reads them."""
 LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
 """`_target_` of each loader whose argument `path` is the folder or URL of a latent set."""
 
@@ -85,7 +88,8 @@ def refuse_no_set(key: str, path: Any) -> None:
     remedy = f"name a folder that `{job}` has finished (the same command continues)"
 
     # Latents of another tool need no encoding, but another command.
-    if any(LATENT_FILE.fullmatch(file.name) for file in (place, *place.glob("*"))):
+    names = [place.name, *(f"/{file.name}" for file in place.glob("*"))]
+    if not is_job and any(map(LATENT_FILE.fullmatch, names)):
         remedy = describe_import(key, str(path), other)
     refuse_missing(key, path, remedy, "manifest.json")
 

@@ -88,7 +88,8 @@ def refuse_words(words: list[str]) -> None:
     """Raises UserError for a word that is not of the form key=value, for a key of another trainer,
     and for a configuration group whose value names no file, such as model=null."""
     foreign = list_foreign("training")
-    refuse_form(words, foreign)
+    files = [file for file in CONF_FOLDER.glob("*/*.yaml") if file.stem in words]
+    refuse_form(words, {file.stem: f"{file.parent.name}={file.stem}" for file in files} | foreign)
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
         # For a configuration group, such as model, refuse a value that Hydra parses as null, a
@@ -139,9 +140,6 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
         ours = f"{name}={value.strip() or '<value>'}"
         if name in foreign:
             ours = fill_spelling(foreign[name], value or "true")
-        groups = [file.parent.name for file in CONF_FOLDER.glob("*/*.yaml") if file.stem == name]
-        if key == name and not value and len(groups) == 1:
-            ours = f"{groups[0]}={name}"
         is_key = re.fullmatch(r"[a-z_][\w.]+", name)
         remedy = f"write {ours}" if is_key else "`--help` lists the keys"
 

@@ -201,7 +201,8 @@ def measure_compiling(case: Case, cfg: BenchConfig) -> Figures:
             workload.training.loader.batch_size = int(size * workload.cfg.batch_size)
             workload.take_step()
 
-    torch.compile(torch.sin)(torch.ones(1))  # loads the compiler, which no run is to pay for
+    # Load the compiler, which no run is to pay for.
+    torch.compile(torch.sin)(torch.ones(1, device=device_of(case.overrides)))
     for prefix, words in (("", case.overrides), ("baseline_", case.baseline)):
         with disable_compiler_caches():
             run = partial(take_steps, words)

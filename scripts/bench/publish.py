@@ -31,7 +31,7 @@ from scripts.bench.floor import describe_floor
 from scripts.bench.rows import Result, add_remarks, find_fields, format_entries, format_entry
 from scripts.commands import format_rows, replace_between
 from scripts.doctor import compare_cards
-from scripts.timing import shows_no_difference
+from scripts.timing import judge_ratio
 
 DOCS = ROOT / "docs" / "benchmarks"
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
@@ -176,7 +176,7 @@ def make_tables(pages: Sequence[Page]) -> dict[str, str]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
     facts = {"of": find_pages, "pages": newest, "tables": TABLES, "kinds": TECHNIQUES}
-    facts |= {"hardware": compare_cards(TABLES["cards"]), "no_difference": shows_no_difference}
+    facts |= {"hardware": compare_cards(TABLES["cards"]), "judge": judge_ratio}
     return {name: TEMPLATE.render(part=name, **facts) for name in PLACES}
 
 

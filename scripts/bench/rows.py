@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from common.files import hash_content
 from common.text import format_table
 from scripts.bench import TABLES, Figures, Words
-from scripts.timing import shows_no_difference
+from scripts.timing import judge_ratio
 
 UNITS = {"M": 1e6, "G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
@@ -67,8 +67,8 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
             for quartile, opposite in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
                 speed = before.get(f"speed{opposite}")
                 times = speed and entry[f"speed{quartile}"] / speed
-                # A GPU's speed hardly drifts, and each process times its baseline anew, so compare
-                # the times of a step themselves.
+                # On a GPU compare the times of a step themselves: its speed drifts less than the
+                # baselines differ that each process times anew.
                 if times and ratio == "times_before" and entry.get("memory_reserved_peak"):
                     times = before[f"step_ms{quartile}"] / entry[f"step_ms{opposite}"]
                 entry[f"times_before{quartile}"] = times
@@ -81,7 +81,7 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
         for label, keys in (("emulated", entry.get("emulated")), ("not on", entry["lost"])):
             remarks.append(f"{label}: {', '.join(sorted(keys))}" if keys else None)
         if entry.get(ratio) not in (None, 1.0) and not entry["lost"]:
-            remarks.append("no difference" if shows_no_difference(entry, ratio) else None)
+            remarks.append(judge_ratio(entry, ratio))
         remarked.append(entry | {"remark": "; ".join(filter(None, remarks))})
     return remarked
 

@@ -180,6 +180,7 @@ def test_what_people_type_is_answered(line, tmp_path, monkeypatch):
     np.save("made/b.npy", latents)
     save_file({"latents": latents}, "made/c.safetensors")
     save_images(tmp_path / "photos", ("cat",), per_class=1)
+    np.savez("photos/statistics.npz", latents)
 
     answer = "accepted"
     try:
@@ -237,6 +238,7 @@ def test_presets_build_on_each_other():
     assert on["eager"] < on["fast"] < on["production"] < on["max"]
     assert on["max"] - on["production"] == {"cuda_graph"}
     assert on["production"] - on["fast"] == {"compile"}
+    assert "cudnn_benchmark" in on["fast"]
     assert on["lowmem"] - on["fast"] == {"gradient_checkpointing", "empty_cache_at_eval"}
 
 

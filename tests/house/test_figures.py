@@ -26,7 +26,10 @@ ADDRESS = r"\]\([^)]*\)"
 NAME = (
     rf"`[^`]*`|{ADDRESS}|{DATE}|\d+\.\d+\.\d+|\d{{4}}\.\d{{5}}|(?:Python|torch|Triton|al\.) [\d.]+"
 )
-UNIT = r" ?(?:%|×|[KkMGT]?i?B\b|M\b|[mµ]?s\b|bytes|bits|minutes|hours|dB\b)"
+UNIT = (
+    r" ?(?:%|×|x\b|[KkMGT]?i?B\b|M\b|[GT]FLOP|[mµ]?s\b|min\b|GPUs|bytes|bits|steps|times"
+    r"|seconds|minutes|hours|days|dB\b)"
+)
 FIGURE = (
     rf"(?<![\w.#])(?<![^\W\d]-)(?!\d+(?:-bit|xx))(?!(?<!×)\d(?![.,]?\d|e-?\d|{UNIT}))"
     r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?"
@@ -40,7 +43,7 @@ def split_sections(text):
     sections = {}
     for section in re.split(r"(?m)^#+ ", text):
         anchor = re.sub(r"[^\w -]", "", section.partition("\n")[0].lower()).replace(" ", "-")
-        sections[anchor] = " ".join(section.split())
+        sections[anchor] = sections.get(anchor, "") + " ".join(section.split())
     return sections
 
 
@@ -62,12 +65,13 @@ def is_so(snippet, sections, ground):
 
 
 def is_stated(figure, page, section):
-    """Whether a section that this one links to has the figure, perhaps with more digits."""
+    """Whether a section that this one links to has the figure, perhaps with more decimals."""
     stated = []
     for file, anchor in re.findall(r"\]\(([^)#:]+)#([^)]+)\)", section):
         linked = split_sections((ROOT / page).parent.joinpath(file).read_text())
         stated += find_figures(linked.get(anchor, ""))
     digits = len(figure.partition(".")[2])
+    stated = [other for other in stated if digits or "." not in other]
     return figure in [f"{float(other.replace(',', '')):,.{digits}f}" for other in stated]
 
 

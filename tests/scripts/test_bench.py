@@ -5,7 +5,7 @@ from multiprocessing import get_context
 import pytest
 
 from accel.stack import TECHNIQUES
-from common.config.compose import compose
+from common.config.compose import compose, parse_yaml
 from common.files import ROOT
 from scripts.bench import cases, kernels, runner
 from scripts.bench.__main__ import OTHERS
@@ -43,28 +43,12 @@ def test_words_are_the_commands_own_or_overrides():
     assert not [word for word in overrides if word.startswith("data.")]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("nonsense", "nonsense.*choose one of doctor"),
-        ("step setting=huge", "setting=huge.*tiny, s32"),
-        ("step steps=-1", "steps=-1 must be at least 0"),
-        ("publish nowhere", "nowhere has no results"),
-        ("techniques setting=tiny precisions=[bf8]", r"precisions=\[bf8\]: choose some of fp32"),
-        ("ladder setting=tiny model.depht=3", "depht"),
-        ("mixers setting=tiny size=huge", "size=huge: there is no such size"),
-        ("mixers setting=tiny families=[mambda]", r"families=\[mambda\]: choose some of conv, dit"),
-        ("tests rows=[some]", r"rows=\[some\]: choose some of smoke; tests/"),
-        ("speedrun rows=[mambo]", r"rows=\[mambo\]: choose some of mamba; "),
-        ("speedrun setting=tiny", "setting=tiny has no row mamba"),
-        ("speedrun speedups=[1,0]", r"speedups=\[1.0, 0.0\] must be numbers above 0"),
-        ("speedrun speedups=[]", r"speedups=\[\] must be"),
-        ("gpu only=[laddr]", r"only=\[laddr\]: no such item; choose some of doctor"),
-        ("gpu setting=s32", "setting=s32: the queue has setting=tiny"),
-    ],
-)
-def test_mistakes_become_one_sentence(words, message):
-    with pytest.raises(ValueError, match=message):
+MISTAKES = parse_yaml((ROOT / "tests/assets/bench_mistakes.yaml").read_text())
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_become_one_sentence(words):
+    with pytest.raises(ValueError, match=MISTAKES[words]):
         bench(words.split())
 
 

@@ -8,13 +8,7 @@ import torch
 from scripts.bench.cases import SETTINGS
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Workload, sum_phases
-from scripts.timing import (
-    compute_ratios,
-    measure_seconds,
-    shows_no_difference,
-    summarise,
-    time_in_turn,
-)
+from scripts.timing import compute_ratios, judge_ratio, measure_seconds, summarise, time_in_turn
 from tests.harness.words import CPU
 
 TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
@@ -42,10 +36,16 @@ def test_times_have_quartiles_and_ratios_are_of_the_same_turn():
 
 
 @pytest.mark.parametrize(
-    ("q1", "q3", "same"), [(1.1, 1.2, False), (0.8, 0.9, False), (1.0, 1.0, True)]
+    ("q1", "q3", "n", "word"),
+    [
+        (1.1, 1.2, 5, ""),
+        (0.8, 0.9, 5, ""),
+        (1.0, 1.0, 3, "no difference"),
+        (1.1, 1.2, 3, "unsettled"),
+    ],
 )
-def test_a_ratio_whose_quartiles_straddle_one_is_no_difference(q1, q3, same):
-    assert shows_no_difference({"speed_q1": q1, "speed_q3": q3}, "speed") is same
+def test_a_ratio_whose_quartiles_straddle_one_is_no_difference(q1, q3, n, word):
+    assert judge_ratio({"speed_q1": q1, "speed_q3": q3, "n": n}, "speed") == word
 
 
 @pytest.mark.parametrize(
