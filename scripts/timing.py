@@ -64,7 +64,7 @@ def compute_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]
 
 def judge_ratio(entry: Mapping[str, Any], name: str) -> str:
     """Returns "no difference" if a ratio within 2 % of 1 lies between the quartiles `name`_q1 and
-    `name`_q3 of a result, "unsettled" if the quartiles are besides more than 5 % apart, else "". Of
+    `name`_q3 of a result, "unsettled" if these quartiles are also more than 5 % apart, else "". Of
     fewer than five rounds the quartiles say little, so they are taken five times as far apart."""
     low = entry[f"{name}_q1"]
     high = entry[f"{name}_q3"]

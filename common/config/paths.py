@@ -75,16 +75,16 @@ def refuse_no_weights(key: str, path: str | None) -> None:
 def refuse_no_set(key: str, path: Any) -> None:
     """Raises UserError if a local `path` lacks the manifest.json of a finished latent set. `key`
     is the configuration key that holds the path, for the message."""
-    # Name a new folder as `out` if this path is there and has files that are no job's.
     place = Path(os.path.expanduser(str(path)))
-    other = Path("latents", place.resolve().name)
-    if not os.path.isdir(place):
-        other = other.with_suffix("")
-    job = f"source=<images> out={path}"
-    is_job = (place / "job.json").exists() or other.resolve() == place.resolve()
-    if os.path.exists(place) and not is_job:
-        job = f"source={path} out={other}"
-    job = f"python precompute_latents.py {job}"
+    target = place.resolve()
+    other = Path("latents", target.name if target.is_dir() else target.stem)
+    is_job = (place / "job.json").exists() or other.resolve() == target
+
+    # Name a new folder as `out` if this path is there and has files that are no job's.
+    words = f"source=<images> out={path}"
+    if place.exists() and not is_job:
+        words = f"source={path} out={other}"
+    job = f"python precompute_latents.py {words}"
     remedy = f"name a folder that `{job}` has finished (the same command continues)"
 
     # Latents of another tool need no encoding, but another command.

@@ -193,7 +193,6 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
     shows which does not wait for the device."""
     workload = Workload(case.overrides)
     step_ms = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
-    # What a clock shows that does not wait for the device.
     seconds = measure_seconds(partial(workload.run, cfg.steps), torch.device("cpu"))
     phases_ms = time_phases(workload, cfg.steps)
     text = format_table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in phases_ms.items())])

@@ -43,7 +43,7 @@ def split_sections(text):
     sections = {}
     for section in re.split(r"(?m)^#+ ", text):
         anchor = re.sub(r"[^\w -]", "", section.partition("\n")[0].lower()).replace(" ", "-")
-        sections[anchor] = sections.get(anchor, "") + " ".join(section.split())
+        sections[anchor] = " ".join([sections.get(anchor, ""), *section.split()])
     return sections
 
 
@@ -65,7 +65,7 @@ def is_so(snippet, sections, ground):
 
 
 def is_stated(figure, page, section):
-    """Whether a section that this one links to has the figure, perhaps with more decimals."""
+    """Tells whether a section that this one links to has the figure, perhaps with more decimals."""
     stated = []
     for file, anchor in re.findall(r"\]\(([^)#:]+)#([^)]+)\)", section):
         linked = split_sections((ROOT / page).parent.joinpath(file).read_text())
