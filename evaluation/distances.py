@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -26,11 +27,13 @@ use."""
 NEIGHBOURS = 3
 NEAREST_SHARE = 0.05
 """Quantile level of the test for copies. The threshold is this quantile of the distances from each
-real sample to its nearest real neighbour; a generated sample is a likely copy if its nearest real
-sample is no farther away than the threshold."""
+held-out image to its nearest training image; a generated sample is a likely copy if its nearest
+training image is no farther away than the threshold."""
+MIN_HELD_OUT = 20
+"""Smallest number of held-out images for the test for copies, for a quantile of 5 %."""
 DISTANCE_ROUNDING = 1e-12
 """Allowance for rounding that is added to the squared threshold of the test for copies, as a
-fraction of the mean squared length of the centred real features."""
+fraction of the mean squared length of the centred training features."""
 EIGENVALUE_ROUNDING = 1e-9
 """Largest absolute value of a negative eigenvalue that the code treats as a rounded 0, as a
 fraction of the largest eigenvalue; a covariance has no negative eigenvalues."""
@@ -201,35 +204,13 @@ def squared_mmd(
     return average_within(a, u) + average_within(b, v) - between
 
 
-class Nearness(NamedTuple):
-    """Four shares in [0, 1], computed from distances between the features of generated and of real
-    samples."""
-
-    precision: float
-    """Share of generated samples that lie in the ball around some real sample. The ball's radius is
-    the distance from that real sample to its third nearest real neighbour."""
-    recall: float
-    """Share of real samples that lie in the ball around some generated sample. The ball's radius is
-    the distance from that generated sample to its third nearest generated neighbour."""
-    copied: float
-    """Share of generated samples that are likely copies: their distance to the nearest real sample
-    is at most the 5th percentile of the distances between real samples and their nearest real
-    neighbours."""
-    expected: float
-    """Value of `copied` to expect from a model that copies nothing: 0.05 by definition, more if the
-    real set has duplicates."""
-
-
 def compare_neighbours(
     real: Float[Tensor, "N D"], fake: Float[Tensor, "M D"], neighbours: int = NEIGHBOURS
-) -> Nearness:
-    """Compares nearest distances within and between two sets of samples.
-
-    Precision and recall follow Kynkäänniemi et al. 2019; both grow with fewer samples, so compare
-    equal counts. The test for copies follows Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675),
-    who compare two kinds of distances to the training set: those of generated samples and those of
-    held-out images. Here each real image in turn serves as a held-out image, and only the smallest
-    5 % of the real images' distances are used.
+) -> dict[str, float]:
+    """Compares nearest distances within and between two sets of samples (Kynkäänniemi et al. 2019).
+    Returns two shares in [0, 1], which grow with fewer samples, so compare equal counts:
+    `precision`, the share of generated samples that lie in the ball around some real sample, whose
+    radius is the distance to the third nearest real sample; and `recall`, the reverse.
 
     Both sets must have more than `neighbours` samples.
     """
@@ -240,20 +221,34 @@ def compare_neighbours(
 
     among_real = find_nearest_others(real, neighbours)
     among_fake = find_nearest_others(fake, neighbours)
-    slack = DISTANCE_ROUNDING * real.square().sum(1).mean()
-    threshold = among_real[:, 0].quantile(NEAREST_SHARE) + slack
-
-    # For each generated sample, find whether the sample lies in the ball of any real sample, and
-    # its squared distance to the nearest real sample.
-    to_real = [((d <= among_real[:, -1]).any(1), d.amin(1)) for d in squared_distances(fake, real)]
+    # For each sample of one set, find whether it lies in the ball of any sample of the other set.
+    to_real = [(d <= among_real[:, -1]).any(1) for d in squared_distances(fake, real)]
     to_fake = [(d <= among_fake[:, -1]).any(1) for d in squared_distances(real, fake)]
-    inside, closest = (torch.cat(parts) for parts in zip(*to_real, strict=True))
-    return Nearness(
-        precision=compute_share(inside),
-        recall=compute_share(torch.cat(to_fake)),
-        copied=compute_share(closest <= threshold),
-        expected=compute_share(among_real[:, 0] <= threshold),
+    return {
+        "precision": compute_share(torch.cat(to_real)),
+        "recall": compute_share(torch.cat(to_fake)),
+    }
+
+
+def find_copies(
+    training: Float[Tensor, "N D"], held_out: Float[Tensor, "H D"], fake: Float[Tensor, "M D"]
+) -> tuple[float, float]:
+    """Returns the share of generated samples that are likely copies of training images, and the
+    share to expect from a model that copies nothing: 0.05 by definition, more if the distances of
+    the held-out images have ties.
+
+    After Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675), who compare two kinds of distances
+    to the nearest training image: those of generated samples and those of held-out images. Here
+    the threshold is the 5th percentile of the held-out images' distances.
+    """
+    centre = training.double().mean(0)
+    near, *others = (rows.double() - centre for rows in (training, held_out, fake))
+    of_held_out, of_fake = (
+        torch.cat([d.amin(1) for d in squared_distances(rows, near)]) for rows in others
     )
+    slack = DISTANCE_ROUNDING * near.square().sum(1).mean()
+    threshold = of_held_out.quantile(NEAREST_SHARE) + slack
+    return compute_share(of_fake <= threshold), compute_share(of_held_out <= threshold)
 
 
 def compute_share(flags: Tensor) -> float:
@@ -352,32 +347,37 @@ def compute_floor(real: FeatureStats) -> dict[str, Any]:
 
 
 def compute_figures(
-    fake: Mapping[str, FeatureStats], real: Mapping[str, FeatureStats]
+    fake: Mapping[str, FeatureStats],
+    real: Mapping[str, FeatureStats],
+    training: Mapping[str, FeatureStats] = MappingProxyType({}),
+    held_out: Mapping[str, FeatureStats] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
-    """Computes all figures of generated samples `fake` against a reference `real`. Returns a dict:
+    """Computes all figures of generated samples `fake` against a reference `real`, and `copied`
+    against the images of `training`, by those of `held_out`; both may be empty. Returns a dict:
     feature space -> dict from the name of a figure to its value. The text `why`, if present,
     explains a figure that is missing, or warns of copies."""
     rows = {}
     for space in real:
         stats = fake[space]
         fakes = stats.rows
-        reals = real[space].rows
-        row = (
-            compute_floor(real[space])
-            | compute_distances(stats, real[space])
-            | compare_neighbours(reals, fakes)._asdict()
-        )
-        expected = row.pop("expected")
+        row = compute_floor(real[space]) | compute_distances(stats, real[space])
+        row |= compare_neighbours(real[space].rows, fakes) | {"copied": None}
+        warning = f"copied needs {MIN_HELD_OUT} held-out images of the run's data"
+        if space in held_out and held_out[space].all.count >= MIN_HELD_OUT:
+            originals = held_out[space].rows
+            row["copied"], expected = find_copies(training[space].rows, originals, fakes)
 
-        # Report copies only if their share exceeds both a multiple of the expected share, and the
-        # expected share by more than five standard errors, which chance rarely explains.
-        variance = expected * (1 - expected)
-        error = math.sqrt(variance * (1 / len(fakes) + 1 / len(reals)))
-        if row["copied"] > max(COPIES_WARNING_FACTOR * expected, expected + 5 * error):
-            warning = (
-                f"copied={row['copied']:.2g}, and {expected:.2g} is expected: the model may repeat "
-                "images of the reference"
-            )
+            # Report copies only if their share exceeds both a multiple of the expected share, and
+            # the expected share by more than five standard errors, which chance rarely explains.
+            variance = expected * (1 - expected)
+            error = math.sqrt(variance * (1 / len(fakes) + 1 / len(originals)))
+            warning = ""
+            if row["copied"] > max(COPIES_WARNING_FACTOR * expected, expected + 5 * error):
+                warning = (
+                    f"copied={row['copied']:.2g}, and {expected:.2g} is expected: the model may "
+                    "repeat images of the training set"
+                )
+        if warning:
             row["why"] = f"{row['why']}; {warning}" if "why" in row else warning
         rows[space] = row
     return rows

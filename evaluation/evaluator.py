@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from common.errors import UserError
 from common.files import find_cache_folder, hash_content, read_object, write_json
 from common.output import Progress
 from common.text import replace_non_finite
+from data.loader import Batch
 from data.order import draw_permutation
 from data.spec import LatentSpec
 from encoding.decoding import DecodedImages, make_decoding_loader
@@ -63,9 +65,9 @@ class ReferenceImages:
     """Reference images: their identity, their number, and a function that reads them."""
 
     facts: dict[str, Any]
-    """Facts about the images by name: `kind` ("images" or "reconstructions"), `count`, `resize`,
-    `sha256` (a hash of what determines the pixels), and, if the images come from a folder, its
-    `name`."""
+    """Facts about the images by name: `kind` ("images", "reconstructions" or "held_out"), `count`,
+    `resize`, `sha256` (a hash of what determines the pixels), and, if the images come from a
+    folder, its `name`."""
     images: Callable[[Iterable[range]], Iterator[Images]]
     """Function that yields, for each given range of image indices, an iterator over the batches of
     these images. Read each iterator to its end before you take the next one."""
@@ -124,9 +126,10 @@ def make_reconstructions(
     autoencoder: Autoencoder,
     device: torch.device,
     limit: int,
+    held_out: bool = False,
 ) -> ReferenceImages:
     """Makes reference images by decoding the first `limit` training latents of a run, in the
-    shuffled order of seed 0. `node` is the run's data configuration.
+    shuffled order of seed 0, or the `held_out` latents. `node` is the run's data configuration.
 
     The returned object reads only the latents in the ranges that its caller asks for, into host
     memory. While reading, it raises UserError if the data that `node` names are no longer the set
@@ -135,14 +138,17 @@ def make_reconstructions(
 
     def decode_ranges(ranges: Iterable[range]) -> Iterator[Images]:
         loader = open_data(node, spec, 0, batch_size=BATCH_IMAGES)
+        batches: Iterator[Batch] = loader
         for wanted in ranges:
             state = loader.state_dict()
-            if state["samples_seen"] != wanted.start:
+            if held_out:
+                batches = islice(loader.held_out(BATCH_IMAGES), wanted.start // BATCH_IMAGES, None)
+            elif state["samples_seen"] != wanted.start:
                 loader.load_state_dict(state | {"samples_seen": wanted.start})
             counts = [min(BATCH_IMAGES, wanted.stop - start) for start in wanted[::BATCH_IMAGES]]
             yield (
                 decode_images(
-                    autoencoder, spec.denormalise(next(loader).latents[:count]).to(device)
+                    autoencoder, spec.denormalise(next(batches).latents[:count]).to(device)
                 )
                 for count in counts
             )
@@ -154,11 +160,12 @@ def make_reconstructions(
         spec.std,
         {key: node[key] for key in ("_target_", "streams", "window") if key in node},
     ]
+    count = open_data(node, spec, 0).held_out_count if held_out else spec.count
     facts = {
-        "kind": "reconstructions",
+        "kind": "held_out" if held_out else "reconstructions",
         "sha256": hash_content(identity),
         "resize": "none",
-        "count": min(spec.count, limit),
+        "count": min(count, limit),
     }
     return ReferenceImages(facts, decode_ranges)
 
@@ -204,7 +211,7 @@ class Evaluator:
                 "reference is not set, and weights= names no training data; give "
                 "reference=<folder>."
             )
-        self.reference = self.collect_reference_stats(ranks)
+        self.reference = self.collect_reference_stats(self.source, ranks)
 
         # Count the images that could be decoded.
         used = ranks.broadcast_result(lambda: next(iter(self.reference.values())).all.count)
@@ -215,21 +222,23 @@ class Evaluator:
             )
 
     @CLOCK.count_as("evaluation")
-    def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
-        """Returns a dict: feature space -> statistics of the reference. The dict is empty on all
-        processes but the first.
+    def collect_reference_stats(
+        self, source: ReferenceImages, ranks: Ranks
+    ) -> dict[str, FeatureStats]:
+        """Returns a dict: feature space -> statistics of the images of `source`. The dict is empty
+        on all processes but the first.
 
         All processes share the work. Each feature space has its own folder in the cache, so after a
         space is added to the configuration, only the features of that space are computed.
         """
         caches = {}
-        count = self.source.facts["count"]
+        count = source.facts["count"]
         place = find_cache_folder("references")
 
         # Lock the cache folders in sorted order, as all commands do: otherwise two commands could
         # each hold a lock that the other one waits for.
         for name in sorted(self.spaces):
-            job = {"reference": self.source.identity, "features": self.spaces[name].describe()}
+            job = {"reference": source.identity, "features": self.spaces[name].describe()}
             folder = place / hash_content(job, sort_keys=True)[:32]
             caches[name] = ResumableChunks(folder, job, count, CHUNK_IMAGES, ranks, waits=True)
 
@@ -238,14 +247,14 @@ class Evaluator:
         if todo:
             ranks.say(
                 f"making features ({', '.join(name for name in missing if missing[name])}) of "
-                f"{count} images of the reference; a later run finds them in {place}"
+                f"{count} images ({source.facts['kind']}); a later run finds them in {place}"
             )
             first, *_ = caches.values()
             ranges = [first.parts[number] for number in todo]
             progress = Progress(
                 sum(map(len, ranges)), "images", silent=not ranks.first, lasting=False
             )
-            for number, batches in zip(todo, self.source.images(ranges), strict=True):
+            for number, batches in zip(todo, source.images(ranges), strict=True):
                 wanted = [name for name in caches if number in missing[name]]
                 features = []
                 for images in batches:
@@ -264,6 +273,17 @@ class Evaluator:
         for chunks in caches.values():
             chunks.close()
         return stats
+
+    def collect_originals(
+        self, spec: LatentSpec, data: dict[str, Any], ranks: Ranks
+    ) -> list[dict[str, FeatureStats]]:
+        """Returns the statistics of the run's training images and of its held-out images, which are
+        decoded as samples are. Those of no images are empty."""
+        parts = [
+            make_reconstructions(data, spec, self.autoencoder, self.device, FIRST_SAMPLES, held_out)
+            for held_out in (False, True)
+        ]
+        return [self.collect_reference_stats(part, ranks) for part in parts]
 
     def compute_features(
         self, images: UInt8[Tensor, "B H W 3"], spaces: Iterable[str] | None = None

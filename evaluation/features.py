@@ -30,7 +30,7 @@ from common.config.schema import FdConfig
 from common.errors import UserError
 from common.files import hash_file, read_object
 from common.libraries import disable_tf32
-from models.autoencoders import find_folder
+from models.autoencoders import DiffusersAutoencoder, find_folder
 from models.images import Autoencoder, to_uint8
 
 MAX_ENCODER_FEATURES = 256
@@ -144,19 +144,20 @@ class RandomFeatures(Features):
 
 
 class EncoderFeatures(Features):
-    """The mean latents from the autoencoder of the latent set, average-pooled to a square grid so
-    small that an image has at most `MAX_ENCODER_FEATURES` values; if there are more channels than
-    that, an image has one value per channel.
+    """The mean latents from an autoencoder, average-pooled to a square grid so small that an image
+    has at most `MAX_ENCODER_FEATURES` values; if there are more channels than that, an image has
+    one value per channel.
 
-    `example` is an image that the autoencoder decoded; all images must have its size. If the
-    autoencoder has one channel, for grey images, only the first of the three equal channels is
-    encoded.
+    The autoencoder is that of the latent set (`name` is "encoder"), or `picture_encoder`, one for
+    all sets ("picture"). All images must have the size of `example`. If the example has one
+    channel, for grey images, only the first of the three equal channels is encoded.
     """
 
-    name = "encoder"
-
-    def __init__(self, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"]) -> None:
+    def __init__(
+        self, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"], name: str = "encoder"
+    ) -> None:
         super().__init__()
+        self.name = name
         self.autoencoder = autoencoder.eval()
         self.channels = example.shape[1]
         with torch.no_grad():
@@ -175,7 +176,7 @@ class EncoderFeatures(Features):
         latents = self.autoencoder.encode(to_planes(images)[:, : self.channels] / 127.5 - 1.0)[0]
         if latents.shape[1:] != self.latents:
             raise UserError(
-                f"features=encoder: latents of shape {tuple(latents.shape[1:])} after "
+                f"features={self.name}: latents of shape {tuple(latents.shape[1:])} after "
                 f"{tuple(self.latents)}; use one size."
             )
         return F.adaptive_avg_pool2d(latents, self.grid).flatten(1)
@@ -280,7 +281,7 @@ def import_attribute(space: str, module: str, name: str) -> Any:
 def build_features(
     cfg: FdConfig, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"]
 ) -> dict[str, Features]:
-    """Builds the feature spaces that `cfg.features` names: built-in ones, or classes in packages
+    """Builds the feature spaces that `cfg.spaces` names: built-in ones, or classes in packages
     that the key `extensions` names. Returns a dict: name -> feature space, on the device of
     `example`, an image that the autoencoder decoded.
 
@@ -289,18 +290,25 @@ def build_features(
     """
     builders: dict[str, Callable[[], Features]] = {
         "encoder": lambda: EncoderFeatures(autoencoder, example),
+        "picture": lambda: EncoderFeatures(
+            DiffusersAutoencoder(str(cfg.picture_encoder), key="picture_encoder").to(
+                example.device
+            ),
+            example.expand(-1, 3, -1, -1),
+            "picture",
+        ),
         "random": RandomFeatures,
         "inception": lambda: InceptionFeatures(cfg.inception),
         "dinov2": lambda: Dinov2Features(cfg.dinov2),
     }
     known = ", ".join(builders)
-    if not cfg.features or len(set(cfg.features)) < len(cfg.features):
+    if not cfg.spaces or len(set(cfg.spaces)) < len(cfg.spaces):
         raise UserError(
             f"features={cfg.features} must name one space or more, each once; choose from {known}."
         )
     return {
         name: (builders.get(name) or import_feature_class(name, known))().to(example.device)
-        for name in cfg.features
+        for name in cfg.spaces
     }
 
 

@@ -51,18 +51,22 @@ class DiffusersAutoencoder(Autoencoder):
     or AutoencoderDC.
 
     `path` is a local folder or a hub id, the owner/name of a Hugging Face repository; `revision`
-    pins a hub id to a commit. It reads weights from safetensors only, and runs no code of the
-    folder. Raises UserError if the weights do not fit exactly, that is, if a tensor is missing,
-    unknown or of another shape.
+    pins a hub id to a commit; messages call the path `key`. It reads weights from safetensors only,
+    and runs no code of the folder. Raises UserError if the weights do not fit exactly, that is, if
+    a tensor is missing, unknown or of another shape.
     """
 
     def __init__(
-        self, path: str, subfolder: str | None = None, revision: str | None = None
+        self,
+        path: str,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        key: str = "encoder.path",
     ) -> None:
         super().__init__()
         prefix = f"{subfolder}/" if subfolder else ""
         repository, self.revision = find_folder(
-            "encoder.path",
+            key,
             path,
             [f"{prefix}config.json", f"{prefix}{WEIGHTS_FILE}"],
             "'owner/name'; give a folder in the format of diffusers.",
@@ -77,14 +81,14 @@ class DiffusersAutoencoder(Autoencoder):
                 inner = folder / "vae" / file.name
                 hint = "; take encoder.subfolder=vae" if inner.is_file() else ""
                 raise UserError(
-                    f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder "
+                    f"{key}={path}: {file} does not exist; a diffusers autoencoder folder "
                     f"has it{hint}."
                 )
         config = read_object(config_file)
         self.kind = str(config.get("_class_name"))
         if self.kind not in SUPPORTED_CLASSES:
             raise UserError(
-                f"encoder.path={path}: class {self.kind} is not supported; use one of "
+                f"{key}={path}: class {self.kind} is not supported; use one of "
                 f"{', '.join(SUPPORTED_CLASSES)}."
             )
         self.vae = load_strictly(self.kind, folder, config).float().eval().requires_grad_(False)

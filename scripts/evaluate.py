@@ -37,10 +37,14 @@ from scripts.commands import run_command
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from evaluation.distances import FeatureStats
     from evaluation.evaluator import Evaluator
     from sampling.draw import ResumableChunks
 
 CLIP = "clip_score"
+PROTOCOL = 2
+"""Number of the protocol. 2: held-out images give the threshold of `copied`; before, when results
+had no number, the training images themselves did."""
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
 """Names of the figures of a feature space."""
 
@@ -92,6 +96,9 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     evaluator = Evaluator(
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
+    originals = []
+    if trained.data is not None:
+        originals = evaluator.collect_originals(trained.spec, trained.data, ranks)
     for name, space in evaluator.spaces.items():
         too_few = explain_too_few(cfg.count, space.dim)
         if too_few:
@@ -99,7 +106,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
 
     # Put a hash of the protocol into the name of the result's file, so that different settings
     # write different files.
-    reference_protocol = evaluator.describe_protocol()
+    reference_protocol = evaluator.describe_protocol() | {"version": PROTOCOL}
     reference_protocol |= {} if clip is None else {"clip": clip.sha256}
     protocol = job.describe_protocol() | reference_protocol
     digest = hash_content(protocol, sort_keys=True)[:8]
@@ -114,7 +121,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     chunks = job.run(Path(f"{out}.parts"), job_facts, measure)
     result: dict[str, Any] = {}
     if ranks.first:
-        result = summarise(chunks, evaluator) | {
+        result = summarise(chunks, evaluator, originals) | {
             "protocol": protocol,
             "environment": describe_environment(trained.device),
             "classes": job.stream.conditions.list_names(cfg.count),
@@ -126,14 +133,17 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     return result
 
 
-def summarise(chunks: ResumableChunks, evaluator: Evaluator) -> dict[str, Any]:
+def summarise(
+    chunks: ResumableChunks, evaluator: Evaluator, originals: list[dict[str, FeatureStats]]
+) -> dict[str, Any]:
     """Computes the figures of all samples; holds the features of one chunk at a time."""
     import torch
 
     from evaluation.distances import collect_stats, compute_figures
 
     stats = collect_stats({name: chunk[name] for name in evaluator.spaces} for chunk in chunks)
-    result: dict[str, Any] = {"features": compute_figures(stats, evaluator.reference)}
+    figures = compute_figures(stats, evaluator.reference, *originals)
+    result: dict[str, Any] = {"features": figures}
     if CLIP in chunks.read(0):
         result[CLIP] = float(torch.cat([chunk[CLIP] for chunk in chunks]).mean())
     return result

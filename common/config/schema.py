@@ -299,10 +299,21 @@ class FdConfig:
     """Path of the file with torch-fidelity's Inception weights."""
     dinov2: str | None = None
     """Folder of the DINOv2 model, or its id on the Hugging Face hub."""
+    picture_encoder: str | None = None
+    """Folder or hub id of an autoencoder in the format of diffusers; with it the feature space
+    `picture` takes the place of `encoder`, and models of all latent spaces have comparable
+    distances."""
+
+    @property
+    def spaces(self) -> list[str]:
+        """Names of the feature spaces: `features`, with `picture` for `encoder` if
+        `picture_encoder` is set."""
+        encoder = "picture" if self.picture_encoder else "encoder"
+        return [encoder if name == "encoder" else name for name in self.features]
 
     def list_scores(self) -> list[str]:
         """Lists the names of both distances in each feature space, such as fd_encoder."""
-        return [f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features]
+        return [f"{kind}_{name}" for kind in ("fd", "kd") for name in self.spaces]
 
 
 def refuse_unmeasured(key: str, name: str, measured: list[str]) -> None:

@@ -4,6 +4,7 @@
     publish       pages, and the tables of README and docs, from results: folders or archives
     floor         what a step should take on a card, from bytes and FLOPs alone; needs no GPU
     carry         the packages that a GPU host without a network lacks, for pip
+    pack          photos and an autoencoder in one file, photos.zip, for `photos`
 
     doctor        the machine, and its measured rates
     tests         the tests that need a GPU: some of every kind, then file by file
@@ -20,6 +21,7 @@
     memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds
     plan          the memory that scripts.plan predicts, and the measured memory
     counted       the memory that techniques save on an H100, counted without one
+    photos        what two minutes of training buy on the photos that `pack` wrote: distances, grid
     speedrun      how many times faster than a baseline a run learns: docs/speedrun.md
 
 `<command> --help` lists the command's own keys; any other `key=value` is an override of the

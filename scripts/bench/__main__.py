@@ -16,6 +16,7 @@ OTHERS = {
     "publish": "publish.publish",
     "floor": "floor.print_floors",
     "carry": "host.print_carried",
+    "pack": "photos.pack_photos",
 }
 """Name of a command without cases of its own -> the function that runs it, in this package."""
 

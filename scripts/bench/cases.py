@@ -30,6 +30,7 @@ from scripts.bench import (
     data,
     kernels,
     measure,
+    photos,
     speedrun,
     step,
 )
@@ -145,6 +146,7 @@ COMMANDS = {
     "memory": Command(measure.measure_seeds, SeedsConfig),
     "plan": Command(measure.measure_planned),
     "counted": Command(measure.count_savings),
+    "photos": Command(photos.measure_photos),
     "speedrun": Command(speedrun.measure_speedup, SpeedrunConfig, speedrun.plan_rows),
 }
 

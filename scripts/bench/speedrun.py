@@ -17,6 +17,7 @@ from functools import cache
 from math import isnan, nan
 from typing import Any
 
+from common.config.compose import compose
 from common.errors import UserError
 from common.text import replace_non_finite
 from evaluation.evaluator import TrainingDistances
@@ -28,9 +29,6 @@ from scripts.timing import measure_seconds, summarise
 from training.evaluate import evaluate
 from training.weights.pretrained import build_autoencoder
 
-SPACES = ("fd_encoder", "fd_random")
-FIGURES = (*SPACES, "eval_loss")
-"""Names of the figures by which runs are compared; smaller is better."""
 SHARED_OVERRIDES = ("data", "sampling.", "fd.", "runtime.device=")
 """Beginnings of the user's overrides that apply to all runs of a leaderboard, the baseline too."""
 CLOCKS = {"cuda": time.perf_counter, "cpu": time.process_time}
@@ -114,8 +112,14 @@ def train_run(words: tuple[str, ...], samples: int, seed: int, sets: int) -> dic
     for number in range(sets):
         distances.stream = replace(distances.stream, seed=number)
         drawn.append(distances())
-    means = {name: sum(one.get(name, nan) for one in drawn) / sets for name in SPACES}
+    means = {name: sum(one.get(name, nan) for one in drawn) / sets for name in list_figures(words)}
     return means | evaluate(training) | {"seconds": seconds}
+
+
+def list_figures(words: Iterable[str]) -> Words:
+    """Lists the names of the figures by which runs of the overrides `words` are compared: the
+    Fréchet distance in each feature space, and last the held-out loss. Smaller is better."""
+    return [*(f"fd_{space}" for space in compose(list(words)).cfg.fd.spaces), "eval_loss"]
 
 
 def train_seeds(words: Words, samples: int, cfg: SpeedrunConfig) -> Figures:
@@ -123,24 +127,24 @@ def train_seeds(words: Words, samples: int, cfg: SpeedrunConfig) -> Figures:
     each figure, which are NaN if the figure of one seed is NaN."""
     runs = [train_run(tuple(words), samples, seed, cfg.sets) for seed in cfg.seeds]
     result: Figures = {"samples": samples, "runs": runs}
-    for name in FIGURES:
+    for name in list_figures(words):
         result |= summarise(name, [run.get(name, nan) for run in runs])
     return result
 
 
 def climb(
-    speedups: Iterable[float], baseline: Figures, train: Callable[[float], Figures]
+    speedups: Iterable[float], names: Words, baseline: Figures, train: Callable[[float], Figures]
 ) -> tuple[list[Figures], dict[str, float]]:
     """Tries the speed-ups in ascending order: `train(k)` trains runs that take 1/k of the
-    baseline's seconds. Returns a list of what `train` returned, with `times_faster` (k); and a
-    dict: name of a figure -> the largest speed-up such that, there and at all smaller ones, the
-    figure was at most the baseline's; 0 if there is none.
+    baseline's seconds, and have the figures `names`. Returns a list of what `train` returned, with
+    `times_faster` (k); and a dict: name of a figure -> the largest speed-up such that, there and at
+    all smaller ones, the figure was at most the baseline's; 0 if there is none.
 
     Stops at the speed-up at which the last figure is worse. A figure that was worse once is not
     compared again: a second attempt would be another chance to be lucky.
     """
     attempts = []
-    left = [*FIGURES]
+    left = names
     best = dict.fromkeys(left, 0.0)
     for times_faster in sorted(speedups):
         attempt = train(times_faster)
@@ -162,7 +166,8 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
     """
     cost = find_cost(case, cfg)
     baseline = train_seeds(case.baseline, cfg.total_samples, cfg)
-    for name in FIGURES:
+    names = list_figures(case.baseline)
+    for name in names:
         if isnan(baseline[name]):
             raise UserError(
                 f"baseline={cfg.baseline} has no {name}: its samples are not finite, or fd.count "
@@ -173,8 +178,8 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
         samples = count_samples(cfg.total_samples, times_faster, cost["cost"], cost["batch_size"])
         return train_seeds(case.overrides, samples, cfg)
 
-    attempts, best = climb(cfg.speedups, baseline, train)
-    k = min(best[name] for name in SPACES)
+    attempts, best = climb(cfg.speedups, names, baseline, train)
+    k = min(best[name] for name in names[:-1])
     rows = [{"times_faster": "baseline", **baseline}, *attempts]
     table, *_ = format_entries("attempts", [{"name": case.name, **row} for row in rows])
     return {

@@ -1,0 +1,87 @@
+"""Judges what minutes of training buy on photos: packs pictures and an autoencoder into one file
+that travels, and trains on them."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import ZipFile
+
+from PIL import Image
+from torch import Tensor
+
+import scripts.bench
+from common.config.compose import parse_words
+from common.errors import UserError
+from common.files import hash_content, read_object, replace_file
+from encoding.decoding import DecodedImages
+from encoding.sources import list_images
+from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
+from scripts.evaluate import EvaluateConfig, evaluate_run
+from scripts.report.__main__ import ReportConfig, report
+from scripts.sample import SampleConfig, sample_run
+
+PACKED = Path("photos.zip")
+SIDE = 128
+JPEG = {"format": "JPEG", "quality": 70, "optimize": True, "progressive": True}
+"""How pictures are packed: 5,421 photos take 25 MB."""
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    """Keys of the command `pack`."""
+
+    source: str = "photos"
+    """Images with classes, as for precompute_latents.py."""
+    encoder: str = "models/taef2"
+    """Folder of an autoencoder in the format of diffusers, which is packed too."""
+
+
+def pack_photos(words: Words) -> None:
+    """Runs the command `pack`: writes `PACKED`, a zip file with pictures/<class>/<number>.jpg,
+    squares of `SIDE` pixels, and encoder/. UserError if an image cannot be decoded."""
+    cfg = parse_words(PackConfig, words, scripts.bench.__doc__ or "")
+    images = list_images(cfg.source)
+    decoded = DecodedImages(images.entries, SIDE)
+    with replace_file(PACKED) as temporary, ZipFile(temporary, "w") as packed:
+        for number, entry in enumerate(images.entries):
+            _, pixels = decoded[number]
+            if not isinstance(pixels, Tensor):
+                raise UserError(f"source={cfg.source}: {pixels}; remove or mend it.")
+            picture = io.BytesIO()
+            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(picture, **JPEG)
+            name = f"pictures/{images.class_names[entry.label]}/{number:06}.jpg"
+            packed.writestr(name, picture.getvalue())
+
+        for file in Path(cfg.encoder).iterdir():
+            packed.write(file, f"encoder/{file.name}")
+    print(f"{PACKED}: {len(decoded)} pictures, {PACKED.stat().st_size / 1e6:.1f} MB")
+
+
+def measure_photos(case: Case, cfg: BenchConfig) -> Figures:
+    """Trains a model on the packed photos, compares its samples at several scales of guidance, and
+    writes 64 samples and the run's report beside the result. It goes on from what an earlier call
+    left: latents, the run's latest checkpoint, pieces of a comparison."""
+    if not PACKED.is_file():
+        return {"reason": f"{PACKED} is not here; python -m scripts.bench pack writes it"}
+    lines = TABLES["photos"]
+    run = f"runs/judge/{case.name}-{hash_content(case.overrides)[:8]}"
+    for line in lines["before"]:
+        command = line.format(words=" ".join(case.overrides), run=run)
+        subprocess.run([sys.executable, *command.split()], check=True)
+
+    rows = []
+    for guidance in lines["guidances"]:
+        words = lines["evaluate"].format(run=run, guidance=guidance)
+        result = evaluate_run(parse_words(EvaluateConfig, words.split(), ""))
+        rows.append(result["features"]["picture"] | {"guidance": guidance})
+    best = min(rows, key=lambda row: row["fd"])
+
+    out = f"{cfg.out}/{cfg.name}/{case.name}"
+    words = lines["sample"].format(run=run, guidance=best["guidance"], out=out)
+    sample_run(parse_words(SampleConfig, words.split(), ""))
+    report(ReportConfig(run, out))
+    return read_object(Path(run, "summary.json")) | {"unguided_fd": rows[0]["fd"]} | best
