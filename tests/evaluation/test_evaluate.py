@@ -99,9 +99,12 @@ def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure():
     digits = torch.cat(list(batches))
     assert len(digits) == evaluator.source.facts["count"] == 1617
 
+    originals = evaluator.collect_originals(spec, DIGITS, SINGLE)
+    assert [part["encoder"].all.count for part in originals] == [1617, 180]
+
     def compare(images):
         stats = collect_stats(map(evaluator.compute_features, images.split(300)))
-        return compute_figures(stats, evaluator.reference)
+        return compute_figures(stats, evaluator.reference, *originals)
 
     draw = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, digits.shape, dtype=torch.uint8, generator=draw)

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,7 @@ from common.config import build
 from common.config.schema import FdConfig
 from common.files import hash_file
 from evaluation import features
+from evaluation.distances import collect_stats, compute_distances
 from evaluation.features import (
     Dinov2Features,
     EncoderFeatures,
@@ -19,7 +21,7 @@ from evaluation.features import (
     RandomFeatures,
     build_features,
 )
-from models.autoencoders import DiffusersAutoencoder, PixelAutoencoder
+from models.autoencoders import WEIGHTS_FILE, DiffusersAutoencoder, PixelAutoencoder
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder
 
@@ -133,6 +135,41 @@ def test_encoder_features(kind, channels, side, dim, tmp_path):
     torch.testing.assert_close(first, corner, rtol=1e-4, atol=1e-5)
     with expect_refusal("use one size"):
         space(make_images(side=side + 4))
+
+
+def test_picture_features_are_those_of_one_encoder_for_all_latent_spaces(tmp_path):
+    """Features and Fréchet distance are computed anew, by diffusers and numpy."""
+    import diffusers
+
+    folder = save_tiny_autoencoder("AutoencoderKL", tmp_path)
+    cfg = FdConfig(picture_encoder=str(folder))
+    assert cfg.list_scores() == ["fd_picture", "fd_random", "kd_picture", "kd_random"]
+    grey, colour = (
+        build_features(cfg, PixelAutoencoder(), torch.zeros(1, channels, 8, 8))
+        for channels in (1, 3)
+    )
+    assert grey["picture"].describe() == colour["picture"].describe()
+    assert grey["picture"].facts["sha256"] == hash_file(folder / WEIGHTS_FILE)
+    images = torch.randint(0, 256, (200, 8, 8, 3), generator=torch.manual_seed(0)).byte()
+    vae = diffusers.AutoencoderKL.from_pretrained(folder)
+    with torch.no_grad():
+        means = vae.encode(images.permute(0, 3, 1, 2) / 127.5 - 1)[0].mean
+    expected = means.flatten(1)
+    for spaces in (grey, colour):
+        torch.testing.assert_close(spaces["picture"](images), expected, rtol=1e-4, atol=1e-5)
+
+    halves = [half.double().numpy() for half in expected.split(100)]
+    first, second = (np.cov(half, rowvar=False) for half in halves)
+    shift = halves[0].mean(0) - halves[1].mean(0)
+    overlap = np.sqrt(np.linalg.eigvals(first @ second).clip(0)).real.sum()
+    distance = shift @ shift + np.trace(first + second) - 2 * overlap
+    fake, real = (
+        collect_stats([{"picture": colour["picture"](half)}])["picture"]
+        for half in images.split(100)
+    )
+    assert compute_distances(fake, real)["fd"] == pytest.approx(distance, rel=1e-4)
+    with expect_refusal("picture_encoder=.*none is neither an existing folder nor a hub id"):
+        build_features(FdConfig(picture_encoder=f"{folder}/none"), None, torch.zeros(1, 3, 8, 8))
 
 
 def test_dinov2_features(dinov2):

@@ -36,8 +36,7 @@ def test_pictures_and_their_encoder_travel_in_one_file(packed):
         names = content.namelist()
         picture = Image.open(content.open("pictures/b/000071.jpg"))
         assert (picture.format, picture.size) == ("JPEG", (128, 128))
-        red, green, blue = picture.getpixel((120, 10))
-        assert abs(red - 3 * 71) < 8 and abs(green - 200) < 8 and abs(blue - 40) < 8
+        assert picture.getpixel((120, 10)) == pytest.approx((3 * 71, 200, 40), abs=8)
     assert sum(name.startswith("pictures/") for name in names) == COUNT
     assert "encoder/diffusion_pytorch_model.safetensors" in names
     (packed / "photos" / "a" / "00.png").write_bytes(b"no image")
@@ -49,7 +48,9 @@ def test_pictures_and_their_encoder_travel_in_one_file(packed):
 
 def test_a_case_trains_and_compares_its_samples(packed, monkeypatch):
     draw = {
-        name: TABLES["photos"][name].replace("steps=20", "steps=1").replace("count=5000", "count=80")
+        name: TABLES["photos"][name]
+        .replace("steps=20", "steps=1")
+        .replace("count=5000", "count=80")
         for name in ("evaluate", "sample")
     }
     job = " ".join(TINY_JOB)
