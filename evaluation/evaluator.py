@@ -29,7 +29,6 @@ from common.errors import UserError
 from common.files import find_cache_folder, hash_content, read_object, write_json
 from common.output import Progress
 from common.text import replace_non_finite
-from data.loader import Batch
 from data.order import draw_permutation
 from data.spec import LatentSpec
 from encoding.decoding import DecodedImages, make_decoding_loader
@@ -38,7 +37,7 @@ from encoding.sources import list_images
 from evaluation.distances import (
     FIRST_SAMPLES,
     NEIGHBOURS,
-    FeatureStats,
+    StatsBySpace,
     collect_stats,
     compute_distances,
     compute_floor,
@@ -66,16 +65,10 @@ class ReferenceImages:
 
     facts: dict[str, Any]
     """Facts about the images by name: `kind` ("images", "reconstructions" or "held_out"), `count`,
-    `resize`, `sha256` (a hash of what determines the pixels), and, if the images come from a
-    folder, its `name`."""
+    `resize`, and `sha256`, a hash of what determines the pixels."""
     images: Callable[[Iterable[range]], Iterator[Images]]
     """Function that yields, for each given range of image indices, an iterator over the batches of
     these images. Read each iterator to its end before you take the next one."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """`facts` without the folder's name, because the same images may lie in another folder."""
-        return {key: value for key, value in self.facts.items() if key != "name"}
 
 
 def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
@@ -112,7 +105,6 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
 
     facts = {
         "kind": "images",
-        "name": folder,
         "sha256": digest.hexdigest(),
         "resize": f"{RESIZE}, {side}",
         "count": len(entries),
@@ -138,7 +130,7 @@ def make_reconstructions(
 
     def decode_ranges(ranges: Iterable[range]) -> Iterator[Images]:
         loader = open_data(node, spec, 0, batch_size=BATCH_IMAGES)
-        batches: Iterator[Batch] = loader
+        batches: Iterator[Any] = loader
         for wanted in ranges:
             state = loader.state_dict()
             if held_out:
@@ -222,9 +214,7 @@ class Evaluator:
             )
 
     @CLOCK.count_as("evaluation")
-    def collect_reference_stats(
-        self, source: ReferenceImages, ranks: Ranks
-    ) -> dict[str, FeatureStats]:
+    def collect_reference_stats(self, source: ReferenceImages, ranks: Ranks) -> StatsBySpace:
         """Returns a dict: feature space -> statistics of the images of `source`. The dict is empty
         on all processes but the first.
 
@@ -238,7 +228,7 @@ class Evaluator:
         # Lock the cache folders in sorted order, as all commands do: otherwise two commands could
         # each hold a lock that the other one waits for.
         for name in sorted(self.spaces):
-            job = {"reference": source.identity, "features": self.spaces[name].describe()}
+            job = {"reference": source.facts, "features": self.spaces[name].describe()}
             folder = place / hash_content(job, sort_keys=True)[:32]
             caches[name] = ResumableChunks(folder, job, count, CHUNK_IMAGES, ranks, waits=True)
 
@@ -276,7 +266,7 @@ class Evaluator:
 
     def collect_originals(
         self, spec: LatentSpec, data: dict[str, Any], ranks: Ranks
-    ) -> list[dict[str, FeatureStats]]:
+    ) -> list[StatsBySpace]:
         """Returns the statistics of the run's training images and of its held-out images, which are
         decoded as samples are. Those of no images are empty."""
         parts = [
@@ -359,13 +349,10 @@ class TrainingDistances:
             content = read_object(file)
             earlier = {key: content.get(key) for key in protocol}
 
-            # Compare the reference without the name of its folder: the folder may move, but its
-            # images must be the same.
+            # Earlier versions named the folder of the reference, which may move.
             if isinstance(earlier["reference"], dict):
                 earlier["reference"].pop("name", None)
-            changed = describe_difference(
-                earlier, protocol | {"reference": self.evaluator.source.identity}
-            )
+            changed = describe_difference(earlier, protocol)
             if changed:
                 raise UserError(
                     f"{file.parent} has distances of another protocol: {changed}. Set that back, "

@@ -7,15 +7,17 @@
         dinov2=facebook/dinov2-large
 
 Features: `encoder` (the latent set's autoencoder) and `random` (a fixed random network) download
-nothing; `inception` and `dinov2` need `pip install 'fastlatent[evaluation]'` and weights;
-`<package>.<module>.<Class>` is your own (extensions=[package]). The reference is a folder of
-images, or the decoded training latents ("reconstructions"). `labels=[apple,3]` draws only those
-classes, by name or number; a model of captions draws those of the training samples, in order
-(`prompts`), and `clip=<folder of a CLIP model>` measures how well samples fit them. <out>.json has
-the figures, the protocol (all settings that they depend on), and the names of the classes by
-number. Compare only figures with the same protocol. After a stop the same command continues from
-the pieces in <out>.parts and gives the same figures. The features of the reference are cached below
-$XDG_CACHE_HOME or ~/.cache; processes on several machines must share that folder and `out`.
+nothing; with `picture_encoder=<folder>`, one autoencoder for runs on different latent spaces,
+`picture` takes the place of `encoder`; `inception` and `dinov2` need `pip install
+'fastlatent[evaluation]'` and weights; `<package>.<module>.<Class>` is your own
+(extensions=[package]). The reference is a folder of images, or the decoded training latents
+("reconstructions"). `labels=[apple,3]` draws only those classes, by name or number; a model of
+captions draws those of the training samples, in order (`prompts`), and `clip=<folder of a CLIP
+model>` measures how well samples fit them. <out>.json has the figures, the protocol (all settings
+that they depend on), and the names of the classes by number. Compare only figures with the same
+protocol. After a stop the same command continues from the pieces in <out>.parts and gives the same
+figures. The features of the reference are cached below $XDG_CACHE_HOME or ~/.cache; processes on
+several machines must share that folder and `out`.
 """
 
 from __future__ import annotations
@@ -37,14 +39,11 @@ from scripts.commands import run_command
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evaluation.distances import FeatureStats
+    from evaluation.distances import StatsBySpace
     from evaluation.evaluator import Evaluator
     from sampling.draw import ResumableChunks
 
 CLIP = "clip_score"
-PROTOCOL = 2
-"""Number of the protocol. 2: held-out images give the threshold of `copied`; before, when results
-had no number, the training images themselves did."""
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
 """Names of the figures of a feature space."""
 
@@ -96,7 +95,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     evaluator = Evaluator(
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
-    originals = []
+    originals: list[StatsBySpace] = [{}, {}]
     if trained.data is not None:
         originals = evaluator.collect_originals(trained.spec, trained.data, ranks)
     for name, space in evaluator.spaces.items():
@@ -106,7 +105,9 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
 
     # Put a hash of the protocol into the name of the result's file, so that different settings
     # write different files.
-    reference_protocol = evaluator.describe_protocol() | {"version": PROTOCOL}
+    # Version 2: held-out images give the threshold of `copied`; before, when protocols had no
+    # version, the reference's own images did.
+    reference_protocol = evaluator.describe_protocol() | {"version": 2}
     reference_protocol |= {} if clip is None else {"clip": clip.sha256}
     protocol = job.describe_protocol() | reference_protocol
     digest = hash_content(protocol, sort_keys=True)[:8]
@@ -117,12 +118,12 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         scores = {} if clip is None else {CLIP: clip(labels, latents)}
         return evaluator.compute_latent_features(latents) | scores
 
-    job_facts = reference_protocol | {"reference": evaluator.source.identity}
-    chunks = job.run(Path(f"{out}.parts"), job_facts, measure)
+    chunks = job.run(Path(f"{out}.parts"), reference_protocol, measure)
     result: dict[str, Any] = {}
     if ranks.first:
         result = summarise(chunks, evaluator, originals) | {
             "protocol": protocol,
+            "reference": cfg.reference,
             "environment": describe_environment(trained.device),
             "classes": job.stream.conditions.list_names(cfg.count),
         }
@@ -134,7 +135,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
 
 
 def summarise(
-    chunks: ResumableChunks, evaluator: Evaluator, originals: list[dict[str, FeatureStats]]
+    chunks: ResumableChunks, evaluator: Evaluator, originals: list[StatsBySpace]
 ) -> dict[str, Any]:
     """Computes the figures of all samples; holds the features of one chunk at a time."""
     import torch

@@ -3,7 +3,6 @@ that travels, and trains on them."""
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 import scripts.bench
 from common.config.compose import parse_words
 from common.errors import UserError
-from common.files import hash_content, read_object, replace_file
+from common.files import read_object, replace_file
 from encoding.decoding import DecodedImages
 from encoding.sources import list_images
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
@@ -25,9 +24,6 @@ from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 
 PACKED = Path("photos.zip")
-SIDE = 128
-JPEG = {"format": "JPEG", "quality": 70, "optimize": True, "progressive": True}
-"""How pictures are packed: 5,421 photos take 25 MB."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +38,24 @@ class PackConfig:
 
 def pack_photos(words: Words) -> None:
     """Runs the command `pack`: writes `PACKED`, a zip file with pictures/<class>/<number>.jpg,
-    squares of `SIDE` pixels, and encoder/. UserError if an image cannot be decoded."""
+    squares of 128 pixels, and encoder/. UserError if an image cannot be decoded."""
     cfg = parse_words(PackConfig, words, scripts.bench.__doc__ or "")
     images = list_images(cfg.source)
-    decoded = DecodedImages(images.entries, SIDE)
+    decoded = DecodedImages(images.entries, 128)
     with replace_file(PACKED) as temporary, ZipFile(temporary, "w") as packed:
         for number, entry in enumerate(images.entries):
             _, pixels = decoded[number]
             if not isinstance(pixels, Tensor):
                 raise UserError(f"source={cfg.source}: {pixels}; remove or mend it.")
-            picture = io.BytesIO()
-            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(picture, **JPEG)
             name = f"pictures/{images.class_names[entry.label]}/{number:06}.jpg"
-            packed.writestr(name, picture.getvalue())
+            with packed.open(name, "w") as file:
+                Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(
+                    file, "JPEG", quality=70, optimize=True, progressive=True
+                )
 
         for file in Path(cfg.encoder).iterdir():
             packed.write(file, f"encoder/{file.name}")
-    print(f"{PACKED}: {len(decoded)} pictures, {PACKED.stat().st_size / 1e6:.1f} MB")
+    print(f"{PACKED} has {len(decoded)} pictures")
 
 
 def measure_photos(case: Case, cfg: BenchConfig) -> Figures:
@@ -68,7 +65,7 @@ def measure_photos(case: Case, cfg: BenchConfig) -> Figures:
     if not PACKED.is_file():
         return {"reason": f"{PACKED} is not here; python -m scripts.bench pack writes it"}
     lines = TABLES["photos"]
-    run = f"runs/judge/{case.name}-{hash_content(case.overrides)[:8]}"
+    run = f"runs/{cfg.name}/{case.name}"
     for line in lines["before"]:
         command = line.format(words=" ".join(case.overrides), run=run)
         subprocess.run([sys.executable, *command.split()], check=True)
@@ -80,7 +77,7 @@ def measure_photos(case: Case, cfg: BenchConfig) -> Figures:
         rows.append(result["features"]["picture"] | {"guidance": guidance})
     best = min(rows, key=lambda row: row["fd"])
 
-    out = f"{cfg.out}/{cfg.name}/{case.name}"
+    out = f"{cfg.out}/{cfg.name}/{case.name}/drawn"
     words = lines["sample"].format(run=run, guidance=best["guidance"], out=out)
     sample_run(parse_words(SampleConfig, words.split(), ""))
     report(ReportConfig(run, out))

@@ -63,7 +63,7 @@ def plan_jobs(cfg: GpuConfig) -> list[Job]:
                 continue
             name = f"{name}_tiny"
             words = ["setting=tiny", *item["tiny"].split()]
-        job = plan_job(command, [*words, f"name={name}"])
+        job = plan_job(command, [*words, f"name={name}", f"out={cfg.out}"])
         jobs.append(job._replace(seconds=item["seconds"]))
     return jobs
 

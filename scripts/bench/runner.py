@@ -49,11 +49,11 @@ Task: TypeAlias = tuple[Job, Case]
 
 def pack_results(folder: Path, archive: Path) -> None:
     """Writes the results in `folder` to a tar archive (.tar.gz), which replaces the earlier one as
-    a whole: results with their ledgers and the reports of failed tests, the log, and the findings
-    of kernels' trials. Leaves out weights, traces and caches."""
+    a whole: results with their ledgers and the reports of failed tests, drawn samples, the log, and
+    the findings of kernels' trials. Leaves out weights, traces and caches."""
     make_folder(archive.parent)
     with replace_file(archive) as temporary, tarfile.open(temporary, "w:gz") as tar:
-        for file in (*folder.glob("*/*.json"), folder / "log.txt"):
+        for file in (*folder.glob("*/*.json"), *folder.glob("*/*/drawn.*"), folder / "log.txt"):
             tar.add(file, file.relative_to(folder))
         for file in find_cache_folder("kernels").glob("*.json"):
             tar.add(file, f"trials/kernels/{file.name}")

@@ -133,18 +133,18 @@ def train_seeds(words: Words, samples: int, cfg: SpeedrunConfig) -> Figures:
 
 
 def climb(
-    speedups: Iterable[float], names: Words, baseline: Figures, train: Callable[[float], Figures]
+    speedups: Iterable[float], baseline: Figures, train: Callable[[float], Figures]
 ) -> tuple[list[Figures], dict[str, float]]:
     """Tries the speed-ups in ascending order: `train(k)` trains runs that take 1/k of the
-    baseline's seconds, and have the figures `names`. Returns a list of what `train` returned, with
-    `times_faster` (k); and a dict: name of a figure -> the largest speed-up such that, there and at
-    all smaller ones, the figure was at most the baseline's; 0 if there is none.
+    baseline's seconds. Returns a list of what `train` returned, with `times_faster` (k); and a
+    dict: name of a figure of `baseline` -> the largest speed-up such that, there and at all smaller
+    ones, the figure was at most the baseline's; 0 if there is none.
 
     Stops at the speed-up at which the last figure is worse. A figure that was worse once is not
     compared again: a second attempt would be another chance to be lucky.
     """
     attempts = []
-    left = names
+    left = [*baseline]
     best = dict.fromkeys(left, 0.0)
     for times_faster in sorted(speedups):
         attempt = train(times_faster)
@@ -166,9 +166,9 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
     """
     cost = find_cost(case, cfg)
     baseline = train_seeds(case.baseline, cfg.total_samples, cfg)
-    names = list_figures(case.baseline)
-    for name in names:
-        if isnan(baseline[name]):
+    goals = {name: baseline[name] for name in list_figures(case.baseline)}
+    for name, value in goals.items():
+        if isnan(value):
             raise UserError(
                 f"baseline={cfg.baseline} has no {name}: its samples are not finite, or fd.count "
                 "is too small; choose another baseline, or raise fd.count."
@@ -178,8 +178,9 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
         samples = count_samples(cfg.total_samples, times_faster, cost["cost"], cost["batch_size"])
         return train_seeds(case.overrides, samples, cfg)
 
-    attempts, best = climb(cfg.speedups, names, baseline, train)
-    k = min(best[name] for name in names[:-1])
+    attempts, best = climb(cfg.speedups, goals, train)
+    *of_distances, _ = best.values()
+    k = min(of_distances)
     rows = [{"times_faster": "baseline", **baseline}, *attempts]
     table, *_ = format_entries("attempts", [{"name": case.name, **row} for row in rows])
     return {

@@ -248,12 +248,13 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     training = build_without_data(cfg, spec, gpu)
     step = training.step
     optimizer = step.optimizer
-    inner_optimizers = iterate_innermost(optimizer)
-    for group in (group for inner in inner_optimizers for group in inner.param_groups):
+    for inner in iterate_innermost(optimizer) if gpu else ():
         # Choose the optimizer's foreach implementation, which PyTorch uses on a GPU and which takes
-        # more memory than the loop that PyTorch uses on a CPU.
-        if gpu and not group.get("fused") and "foreach" in group:
-            group["foreach"] = True
+        # more memory than the loop that PyTorch uses on a CPU; and Muon's type on a GPU.
+        vars(inner)["cpu_dtype"] = torch.bfloat16
+        for group in inner.param_groups:
+            if not group.get("fused") and "foreach" in group:
+                group["foreach"] = True
     for parameter in step.parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

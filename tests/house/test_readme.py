@@ -66,6 +66,7 @@ EXTENSION = "PYTHONPATH=../code "
 OTHER_COMMANDS = (
     "pip install -e '.[text]'",
     "python emoji.py emoji",
+    "python -m zipfile -e photos.zip latents/judge",
     "python3.12 -m pip wheel --no-deps --wheel-dir wheels -c constraints.txt -r carried.txt",
     "python3 -m pip install --upgrade --no-index --no-deps --find-links wheels -r carried.txt",
 )
@@ -130,7 +131,7 @@ def check(line):
         _, overrides = split_words(kind, [word for word in words if word not in kinds], "")
         compose(overrides)
     elif name == "scripts.bench":
-        if words[0] not in ("gpu", "publish", "carry"):
+        if words[0] not in ("gpu", "publish", "carry", "pack"):
             plan_job(words[0], words[1:])
     else:
         parse_words(CONFIGS[name], words, "")
