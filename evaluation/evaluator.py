@@ -265,10 +265,12 @@ class Evaluator:
         return stats
 
     def collect_originals(
-        self, spec: LatentSpec, data: dict[str, Any], ranks: Ranks
+        self, spec: LatentSpec, data: dict[str, Any] | None, ranks: Ranks
     ) -> list[StatsBySpace]:
         """Returns the statistics of the run's training images and of its held-out images, which are
         decoded as samples are. Those of no images are empty."""
+        if data is None:
+            return [{}, {}]
         parts = [
             make_reconstructions(data, spec, self.autoencoder, self.device, FIRST_SAMPLES, held_out)
             for held_out in (False, True)

@@ -301,6 +301,7 @@ def build_features(
         "inception": lambda: InceptionFeatures(cfg.inception),
         "dinov2": lambda: Dinov2Features(cfg.dinov2),
     }
+
     known = ", ".join(builders)
     if not cfg.spaces or len(set(cfg.spaces)) < len(cfg.spaces):
         raise UserError(

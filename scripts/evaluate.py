@@ -89,15 +89,12 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             f"out is not set, and {trained.file} is in no run's folder; set out=<file without "
             ".json>."
         )
-    clip = None
-    if cfg.clip is not None:
-        clip = ClipScore(cfg.clip, job.stream.conditions, trained.autoencoder.decode)
+    decode = trained.autoencoder.decode
+    clip = ClipScore(cfg.clip, job.stream.conditions, decode) if cfg.clip else None
     evaluator = Evaluator(
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
-    originals: list[StatsBySpace] = [{}, {}]
-    if trained.data is not None:
-        originals = evaluator.collect_originals(trained.spec, trained.data, ranks)
+    originals = evaluator.collect_originals(trained.spec, trained.data, ranks)
     for name, space in evaluator.spaces.items():
         too_few = explain_too_few(cfg.count, space.dim)
         if too_few:
@@ -108,7 +105,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     # Version 2: held-out images give the threshold of `copied`; before, when protocols had no
     # version, the reference's own images did.
     reference_protocol = evaluator.describe_protocol() | {"version": 2}
-    reference_protocol |= {} if clip is None else {"clip": clip.sha256}
+    reference_protocol |= {"clip": clip.sha256} if clip else {}
     protocol = job.describe_protocol() | reference_protocol
     digest = hash_content(protocol, sort_keys=True)[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{digest}"
@@ -123,7 +120,6 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     if ranks.first:
         result = summarise(chunks, evaluator, originals) | {
             "protocol": protocol,
-            "reference": cfg.reference,
             "environment": describe_environment(trained.device),
             "classes": job.stream.conditions.list_names(cfg.count),
         }
