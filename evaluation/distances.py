@@ -360,7 +360,7 @@ def compute_figures(
         fakes = stats.rows
         row = compute_floor(real[space]) | compute_distances(stats, real[space])
         row |= compare_neighbours(real[space].rows, fakes) | {"copied": None}
-        warning = "copied needs held-out images, and the run's data have none"
+        warning = "copied needs the run's training and held-out images"
         if space in held_out:
             originals = held_out[space].rows
             row["copied"], expected = find_copies(training[space].rows, originals, fakes)

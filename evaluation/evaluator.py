@@ -271,10 +271,16 @@ class Evaluator:
         decoded as samples are. Those of no images are empty."""
         if data is None:
             return [{}, {}]
-        parts = [
-            make_reconstructions(data, spec, self.autoencoder, self.device, FIRST_SAMPLES, held_out)
-            for held_out in (False, True)
-        ]
+        try:
+            parts = [
+                make_reconstructions(
+                    data, spec, self.autoencoder, self.device, FIRST_SAMPLES, held_out
+                )
+                for held_out in (False, True)
+            ]
+        except UserError as error:
+            ranks.say(f"copied is left out: {error}")
+            return [{}, {}]
         return [self.collect_reference_stats(part, ranks) for part in parts]
 
     def compute_features(

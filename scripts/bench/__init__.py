@@ -85,8 +85,9 @@ class BenchConfig:
 
     setting: str | None = None
     """Model, batch and latents, an entry of `settings` in scripts/bench/cases.yaml; tiny; s32, s256
-    (model size s, batch of 32 or 256); s32x512 (batch of 32, 512 tokens); or b256. null: s256 on a
-    machine with a GPU, else tiny."""
+    (model size s, batch of 32 or 256); s32x512 (batch of 32, 512 tokens); or b256. For speedrun
+    digits (16 tokens), deep (64 tokens, eight blocks) or photos; for photos photos128. null: digits
+    or photos128 for these two, for others s256 on a machine with a GPU, else tiny."""
     steps: Natural = 0
     """Training steps in one round."""
     repeats: Natural = 0
@@ -152,8 +153,6 @@ class SpeedrunConfig(SeedsConfig):
     them. Overrides of the data, of sampling and of `fd` apply to the baseline too.
     """
 
-    setting: str | None = "digits"
-    """Data and model size of the runs: digits (16 tokens) or deep (64 tokens, eight blocks)."""
     baseline: str = "mamba"
     """Name of the row with which the others are compared."""
     total_samples: Positive = 25_600

@@ -172,7 +172,11 @@ def plan_job(name: str, words: Words, help_text: str = "") -> Job:
     """
     command = COMMANDS[name]
     cfg, user_overrides = split_words(command.keys, words, help_text)
-    setting = cfg.setting or ("s256" if torch.cuda.is_available() else "tiny")
+    setting = (
+        cfg.setting
+        or TABLES["usual"].get(name)
+        or ("s256" if torch.cuda.is_available() else "tiny")
+    )
     if setting not in SETTINGS:
         choices = ", ".join(SETTINGS)
         raise UserError(f"setting={setting}: there is no such setting; choose one of {choices}.")

@@ -15,7 +15,7 @@ from torch import Tensor
 import scripts.bench
 from common.config.compose import parse_words
 from common.errors import UserError
-from common.files import read_object, replace_file
+from common.files import hash_content, read_object, replace_file
 from encoding.decoding import DecodedImages
 from encoding.sources import list_images
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
@@ -61,24 +61,22 @@ def pack_photos(words: Words) -> None:
 def measure_photos(case: Case, cfg: BenchConfig) -> Figures:
     """Trains a model on the packed photos, compares its samples at several scales of guidance, and
     writes 64 samples and the run's report beside the result. It goes on from what an earlier call
-    left: latents, the run's latest checkpoint, pieces of a comparison."""
+    left: latents, the run's latest checkpoint, pieces of the comparison that was stopped."""
     if not PACKED.is_file():
-        return {"reason": f"{PACKED} is not here; python -m scripts.bench pack writes it"}
+        return {"reason": f"{PACKED} is not here; write it by `bench pack`, then add again=all"}
     lines = TABLES["photos"]
-    run = f"runs/{cfg.name}/{case.name}"
+    run = f"runs/photos/{case.name}-{hash_content(case.overrides)[:8]}"
     for line in lines["before"]:
         command = line.format(words=" ".join(case.overrides), run=run)
         subprocess.run([sys.executable, *command.split()], check=True)
 
     rows = []
     for guidance in lines["guidances"]:
-        words = lines["evaluate"].format(run=run, guidance=guidance)
-        result = evaluate_run(parse_words(EvaluateConfig, words.split(), ""))
-        rows.append(result["features"]["picture"] | {"guidance": guidance})
+        keys = EvaluateConfig(run_dir=run, guidance=guidance, **lines["evaluate"])
+        rows.append(evaluate_run(keys)["features"]["picture"] | {"guidance": guidance})
     best = min(rows, key=lambda row: row["fd"])
 
     out = f"{cfg.out}/{cfg.name}/{case.name}/drawn"
-    words = lines["sample"].format(run=run, guidance=best["guidance"], out=out)
-    sample_run(parse_words(SampleConfig, words.split(), ""))
+    sample_run(SampleConfig(run_dir=run, guidance=best["guidance"], out=out, **lines["sample"]))
     report(ReportConfig(run, out))
     return read_object(Path(run, "summary.json")) | {"unguided_fd": rows[0]["fd"]} | best
