@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from PIL import Image
 from torch import Tensor
@@ -42,7 +42,7 @@ def pack_photos(words: Words) -> None:
     cfg = parse_words(PackConfig, words, scripts.bench.__doc__ or "")
     images = list_images(cfg.source)
     decoded = DecodedImages(images.entries, 128)
-    with replace_file(PACKED) as temporary, ZipFile(temporary, "w") as packed:
+    with replace_file(PACKED) as temporary, ZipFile(temporary, "w", ZIP_DEFLATED) as packed:
         for number, entry in enumerate(images.entries):
             _, pixels = decoded[number]
             if not isinstance(pixels, Tensor):
