@@ -14,6 +14,7 @@ from torch import Tensor
 
 import scripts.bench
 from common.config.compose import parse_words
+from common.config.paths import refuse_missing
 from common.errors import UserError
 from common.files import hash_content, read_object, replace_file
 from encoding.decoding import DecodedImages
@@ -40,15 +41,15 @@ def pack_photos(words: Words) -> None:
     """Runs the command `pack`: writes `PACKED`, a zip file with pictures/<class>/<number>.jpg,
     squares of 128 pixels, and encoder/. UserError if an image cannot be decoded."""
     cfg = parse_words(PackConfig, words, scripts.bench.__doc__ or "")
+    refuse_missing("encoder", cfg.encoder, "name the folder of an autoencoder")
     images = list_images(cfg.source)
     decoded = DecodedImages(images.entries, 128)
     with replace_file(PACKED) as temporary, ZipFile(temporary, "w", ZIP_DEFLATED) as packed:
-        for number, entry in enumerate(images.entries):
-            _, pixels = decoded[number]
+        for i, entry in enumerate(images.entries):
+            _, pixels = decoded[i]
             if not isinstance(pixels, Tensor):
                 raise UserError(f"source={cfg.source}: {pixels}; remove or mend it.")
-            name = f"pictures/{images.class_names[entry.label]}/{number:06}.jpg"
-            with packed.open(name, "w") as file:
+            with packed.open(f"pictures/{images.class_names[entry.label]}/{i:06}.jpg", "w") as file:
                 Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(
                     file, "JPEG", quality=70, optimize=True, progressive=True
                 )
@@ -67,8 +68,8 @@ def measure_photos(case: Case, cfg: BenchConfig) -> Figures:
     lines = TABLES["photos"]
     run = f"runs/photos/{case.name}-{hash_content(case.overrides)[:8]}"
     for line in lines["before"]:
-        command = line.format(words=" ".join(case.overrides), run=run)
-        subprocess.run([sys.executable, *command.split()], check=True)
+        words = line.format(words=" ".join(case.overrides), run=run)
+        subprocess.run([sys.executable, *words.split()], check=True)
 
     rows = []
     for guidance in lines["guidances"]:

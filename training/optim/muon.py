@@ -161,7 +161,7 @@ class Muon(torch.optim.Optimizer):
         momenta = [to_local(self.state[p]["momentum"]) for p in parameters]
         grads = [to_local(grad) for grad in list_grads(parameters)]
         torch._foreach_lerp_(momenta, grads, 1.0 - self.momentum)
-        dtype = self.cpu_dtype if grads[0].device.type == "cpu" else torch.bfloat16
+        dtype = self.cpu_dtype if grads[0].is_cpu else torch.bfloat16
         ahead = [g.lerp(m, self.momentum).to(dtype) for g, m in zip(grads, momenta, strict=True)]
         # Divide the stack of parameters instead of their rows, so that each matrix is whole.
         return divide_anew(torch.stack(ahead), parameters[0], old=1, new=0, count=len(parameters))
