@@ -187,7 +187,7 @@ def run_training(words, number):
     )
     pretrained = {"model=pretrained", "experiment=adapt"} & {*words}
     words += [w for w in SMALL_TRAINING if not (pretrained and w.startswith("model."))]
-    if re.search("hybrid|experiment=photos", " ".join(words)):
+    if "hybrid" in " ".join(words):
         words += ["model.depth=2", "model.attention_every=1"]
     if "data=synthetic" in words:
         words += ["data.height=8", "data.width=8", "data.count=16"]
