@@ -1,6 +1,6 @@
 """Two rows of the ledger (the table of what a profiled step shows to be on) that no runtime key
 switches: the form of the optimizer's state, counted from its tensors, and whether an adapter
-trains, counted from its gradients.
+trains, counted from its gradients and updates.
 
 Forms of an optimizer's state: `fp32`: two fp32 moments (AdamW, 8 bytes per element of a parameter);
 `momentum`: one fp32 moment (Muon's matrices, SGD, 4 bytes per element; Muon also keeps AdamW's two
@@ -11,8 +11,9 @@ bytes per element, plus the scales); `factored`: per matrix a row and a column o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from torch import Tensor, nn
 
 from accel.composite_optimizer import collect_state, is_fused, iterate_innermost, parameters_of
 from accel.evidence import Evidence
-from accel.sharding import add_up, get_world_size, to_local
+from accel.sharding import add_up, get_world_size, is_true_on_any_rank, to_full, to_local
 from accel.technique import AnyStep, Observation, Technique, find_switches
+from accel.update_probe import MOVED, ZERO_GRADIENT
+
+NO_GRADIENT = -1
 
 MIN_NARROW_ELEMENTS = 4096
 """Number of elements of a parameter below which libraries of 8-bit and 4-bit optimizers keep its
@@ -57,6 +61,9 @@ class OptimizerState(Technique):
     loss_rtol = 0.0
     used_in = ("training",)
     optimizer: Any = None
+    right = True
+    """Whether the step that `compare` measured is one of Muon's."""
+    measured = ""
 
     def __init__(self, kind: type, momentum: float, device: torch.device) -> None:
         """`kind` is the optimizer's class. `momentum` is SGD's option: if it is 0, SGD keeps no
@@ -93,8 +100,45 @@ class OptimizerState(Technique):
             return parameter.ndim > 1
         return "momentum" in state or not self.needs_matrices
 
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
+        """Takes one more step with Muon, and measures the step of the smallest matrix.
+
+        Its singular values are about 1, so their squares add up to far more than 1, the sum for a
+        matrix that was only divided by its norm. Early gradients may have a low rank, so a sum of 4
+        is enough. Weights in bf16 are not measured: they round, and are empty between two steps.
+        """
+        members = iterate_innermost(self.optimizer) if self.needs_matrices else ()
+        groups = [group for member in members for group in member.param_groups]
+        whole = [(p, group) for group in groups if group["matrices"] for p in group["params"]]
+        whole = [(p, group) for p, group in whole if p.numel()]
+        if not whole:
+            return
+        parameter, group = min(whole, key=lambda pair: pair[0].numel())
+        before = to_full(parameter.detach()).clone()
+        run()
+
+        fates = evidence.updates[-1].fates if evidence.updates else {}
+        reached = bool(fates.get(parameter, ZERO_GRADIENT))
+        if not is_true_on_any_rank(reached, self.device):
+            return
+        momentum = collect_state(self.optimizer, parameter)["momentum"]
+        remembers = is_true_on_any_rank(bool(momentum.any()), self.device)
+
+        first, last = group["matrices"][0]
+        decayed = before * (1.0 - group["lr"] * group["weight_decay"])
+        step = ((decayed - to_full(parameter.detach())) / group["lr"])[first:last]
+        step /= group["rms"] * math.sqrt(max(step.shape))
+        largest = float(torch.linalg.matrix_norm(step, 2))
+        total = float(step.square().sum())
+        self.measured = (
+            f"; singular values of a step up to {largest:.2f}, their squares add up to {total:.1f}"
+        )
+        self.measured += "; its momentum is zero" * (not remembers)
+        self.right = 0.5 < largest < 1.5 and total > min(4.0, min(step.shape) / 2) and remembers
+
     # What would still say "on" if this did nothing? The class of the optimizer: a class for 8-bit
-    # moments may keep fp32 ones. So look at dtype and size of every tensor in the state.
+    # moments may keep fp32 ones. So look at dtype and size of every tensor in the state, at what
+    # became of the parameters, and with Muon at the singular values of a step.
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = self.optimizer
         promised: Counter[str] = Counter()
@@ -118,10 +162,13 @@ class OptimizerState(Technique):
         complete = True
         if self.needs_matrices:
             complete, rules = describe_rules(optimizer)
-            note += f"; {rules}"
+            note += f"; {rules}{self.measured}"
+        if evidence.left_alone:
+            note += f"; {evidence.left_alone} parameters with a gradient did not move"
         note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
         note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
-        return Observation(form if complete and not wrong else "mixed", note)
+        right = complete and self.right and not (wrong or evidence.left_alone)
+        return Observation(form if right else "mixed", note)
 
 
 def describe_rules(optimizer: Any) -> tuple[bool, str]:
@@ -155,10 +202,10 @@ class AdapterGradients(Technique):
     """The ledger's row that shows whether an adapter trains.
 
     In other projects, fused code reads a layer's weight directly and so bypasses the layer's
-    adapter, which then silently trains nothing. This row records for each parameter of each adapter
-    whether the backward pass reached it, and whether its gradient was not zero in some step of
-    warm-up. LoRA's matrix B starts at zero, so its matrix A has a non-zero gradient only from the
-    second step on.
+    adapter, which then silently trains nothing. This row shows for each parameter of each adapter
+    whether the backward pass reached it, and whether some step of warm-up moved it along a gradient
+    that is not zero. LoRA's matrix B starts at zero, so its matrix A has such a gradient only from
+    the second step on.
     """
 
     key = "adapter"
@@ -166,34 +213,6 @@ class AdapterGradients(Technique):
     off = "none"
     loss_rtol = 0.0
     used_in = ("training",)
-    step: Any
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        super().__init__(name, device)
-        self.steps: list[Tensor] = []
-        """For each step a tensor (parameters,): -1 for no gradient, 0 for a gradient of zeros, 1
-        for any other gradient."""
-        self.taken: list[Tensor] = []
-        """For each step a flag on the device, true if the step changed the weights; fp16 skips
-        steps whose gradients overflow."""
-
-    def on_step(self, step: AnyStep) -> AnyStep:
-        self.step = step
-        update = self.step.update_parameters
-
-        def record_and_update(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
-            none = torch.full((), -1.0, device=self.device)
-            flags = [
-                none if p.grad is None else (to_local(p.grad) != 0).any().to(none)
-                for _, p, _ in self.iterate_parameters()
-            ]
-            # The host does not wait for these flags, unless cpu_offload keeps gradients on it.
-            self.steps.append(torch.stack(flags))
-            self.taken.append(taken)
-            update(grads, norm, taken)
-
-        self.step.update_parameters = record_and_update
-        return step
 
     def iterate_parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
         """Yields the parameters of all adapters: the full name in the model, the parameter, and its
@@ -205,34 +224,32 @@ class AdapterGradients(Technique):
                 if not name.startswith("base_layer."):
                     yield f"{names[layer]}.{name}", parameter, name
 
-    def on_warm(self) -> bool:
-        """Stops recording gradients, because only warm-up needs the record. Returns False: the step
-        computes as before."""
-        vars(self.step).pop("update_parameters", None)
-        return False
-
     # What would still say "on" if this did nothing? The layers to which adapters are attached: an
-    # adapter may be there and get no gradient. So count the adapters' parameters whose gradients
-    # are not zero.
+    # adapter may be there and get no gradient, or no update. So count the adapters' parameters that
+    # moved along a gradient.
     def observe(self, evidence: Evidence) -> Observation:
         kinds = {name: kind for name, _, kind in self.iterate_parameters()}
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
         reached = set[str]()
         first_steps = dict[str, int]()
-        for step, flags in enumerate(self.steps, start=1):
+        for step, update in enumerate(evidence.updates, start=1):
+            none = torch.full((), NO_GRADIENT, device=self.device)
+            fates = torch.stack(
+                [update.fates.get(p, none) for _, p, _ in self.iterate_parameters()]
+            )
             # A parameter has a gradient if it has one on any rank.
             if get_world_size() > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX)
-            for name, flag in zip(kinds, flags.tolist(), strict=True):
-                if flag >= 0:
+                dist.all_reduce(fates, dist.ReduceOp.MAX)
+            for name, fate in zip(kinds, fates.tolist(), strict=True):
+                if fate > NO_GRADIENT:
                     reached.add(name)
-                if flag > 0:
+                if fate == MOVED:
                     first_steps.setdefault(name, step)
 
-        # If fp16 skipped all steps before the last, LoRA's B is still zero, and so is the gradient
-        # of A. In this case accept every parameter that the backward pass reached.
-        updated = any(bool(taken) for taken in self.taken[:-1])
-        trained = first_steps if updated else reached
+        # If fp16 skipped all steps but one, LoRA's A had no gradient but zero, because its B was
+        # zero. In this case accept every parameter that the backward pass reached.
+        taken = sum(bool(update.taken) for update in evidence.updates)
+        trained = first_steps if taken > 1 else reached
         idle = {layers[name] for name in kinds if name not in trained}
         unreached = {layers[name] for name in kinds if name not in reached}
         every = len({*layers.values()})
@@ -242,9 +259,9 @@ class AdapterGradients(Technique):
             since = f" from step {min(steps)} on" if steps else ""
             counts.append(f"{kind} {len(steps)} of {total}{since}")
         note = (
-            f"{every - len(unreached)} of {every} adapted layers in the backward pass; gradients "
+            f"{every - len(unreached)} of {every} adapted layers in the backward pass; moved along "
         )
-        note += f"other than zero: {', '.join(counts)}"
+        note += f"a gradient: {', '.join(counts)}"
         if idle:
             note += f"; none: {', '.join(sorted(idle)[:3])}{', …' * (len(idle) > 3)}"
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.saved_tensors import count_saved
+from accel.update_probe import LEFT_ALONE, Update
 
 CPU = torch.device("cpu")
 EIGHT_BIT = "aten::_scaled_mm"
@@ -119,6 +120,15 @@ class Evidence:
     warm_ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it ran in a step after the end of warm-up
     (`Technique.on_warm`)."""
+    updates: list[Update] = field(default_factory=list)
+    """What each step of warm-up did to the parameters; empty if the work is no training."""
+
+    @property
+    def left_alone(self) -> int:
+        """Number of parameters that got a gradient in the latest step that was taken, and did not
+        move."""
+        taken = [update.fates for update in self.updates if update.taken]
+        return sum(bool(fate == LEFT_ALONE) for fate in taken[-1].values()) if taken else 0
 
     @property
     def block_calls(self) -> list[BlockEvidence]:
@@ -133,6 +143,14 @@ class Evidence:
             if op in ops:
                 total[dtype] += n
         return total
+
+    def is_used(self, ops: tuple[str, ...], calls: Iterable[BlockEvidence]) -> bool:
+        """Returns whether the results of operations, whose names start with one of `ops`, were
+        used: whether the backward pass went through such operations at least once for each of
+        `calls`, the calls of blocks in which they ran. It passes by a result that was thrown
+        away."""
+        backward = sum(n for op, n in self.ops.items() if op.startswith(ops) and "ackward" in op)
+        return backward >= sum(call.trains for call in calls)
 
     def check_blocks(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
         """Returns for each block whether `holds` returns True for all calls of the block; False for

@@ -37,6 +37,7 @@ from accel.techniques.precision import Precision
 from accel.techniques.residual_in_fp32 import ResidualInFp32
 from accel.techniques.tf32 import Tf32
 from accel.techniques.weights import Weights
+from accel.update_probe import watch_updates
 from common.errors import UserError
 
 # Techniques act in this order: process flags, module changes, checkpointing, compile, sharding,
@@ -309,18 +310,23 @@ class AccelerationStack:
                 raise failure
             warnings.warn(sentence, stacklevel=3)
 
-    def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
+    def warm_up(
+        self, run: Callable[[], object], blocks: nn.ModuleList | None = None, step: Any = None
+    ) -> Ledger:
         """Calls `run` (a whole training step, or the encoding of a batch) until it works, profiles
-        one more call, and returns the ledger of what was on.
+        one more call, and returns the ledger of what was on. `step` is the training step of which
+        `run` takes one, if it does.
 
         `run` changes parameters and optimizer: the caller restores them afterwards, in place,
         because techniques may hold the tensors.
         """
-        self.run_until_it_works(run)
-        evidence = observe_step(run, blocks, self.device, self.hides_blocks)
-        self.busy_ms = evidence.busy_ms
-        for technique in self.techniques:
-            technique.compare(run, evidence)
+        with watch_updates(step) as updates:
+            self.run_until_it_works(run)
+            evidence = observe_step(run, blocks, self.device, self.hides_blocks)
+            evidence.updates = updates
+            self.busy_ms = evidence.busy_ms
+            for technique in self.techniques:
+                technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):
             self.run_until_it_works(run)
             evidence.warm_ops = observe_step(run, None, self.device).ops

@@ -232,8 +232,10 @@ class Training:
             source = "held_out" if self.loader.held_out_count else "train"
             self.grid_rows = self.choose_conditions(source, GRID_ROWS)
         with self.state.preserve():
-            self.step.schedule(0)
-            ledger = self.stack.warm_up(lambda: self.step(self.take_batches()), self.model.blocks)
+            self.step.schedule(0, factor=1.0)
+            ledger = self.stack.warm_up(
+                lambda: self.step(self.take_batches()), self.model.blocks, self.step
+            )
         self.state.meter.busy_ms = self.stack.busy_ms
         return ledger
 

@@ -86,11 +86,13 @@ class TrainStep:
         device."""
         self.lr = self.base_lrs[0]
 
-    def schedule(self, samples: int) -> None:
+    def schedule(self, samples: int, factor: float | None = None) -> None:
         """Sets learning rates, weights of the averages and position for the next step, before which
-        the run has seen `samples` samples."""
+        the run has seen `samples` samples. `factor` takes the place of the schedule's factor of the
+        learning rates."""
         end = samples + self.batch_size
-        factor = self.lr_schedule(end, self.batch_size)
+        if factor is None:
+            factor = self.lr_schedule(end, self.batch_size)
         self.lr = self.base_lrs[0] * factor
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             rate = base * factor

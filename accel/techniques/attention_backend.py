@@ -50,6 +50,9 @@ BACKEND_OF = {
     "aten::_scaled_dot_product_attention_math": "math",
 }
 """The profiler's name of an attention operation -> the backend to which the operation belongs."""
+KERNELS = tuple(op for op, backend in BACKEND_OF.items() if backend != "math")
+WITHOUT_KERNEL = ("math", "products", "flex")
+"""Backends whose backward pass has other names."""
 REFUSALS = (
     "No available kernel",
     "No viable backend",
@@ -169,7 +172,7 @@ class AttentionBackend(Technique):
 
     # What would still say "on" if this did nothing? The attribute `attention_backend` of the
     # layers: a layer may have it and run another backend. So count the operations and kernels that
-    # ran in each block.
+    # ran in each block, and see that the backward pass goes through them.
     def observe(self, evidence: Evidence) -> Observation:
         count = sum(map(len, self.layers))
         if not count:
@@ -189,6 +192,11 @@ class AttentionBackend(Technique):
             active = "mixed"
         elif ran.total() == count:
             active = next(iter(ran))
+            pairs = zip(self.layers, evidence.blocks, strict=True)
+            calls = [call for layers, calls in pairs if layers for call in calls]
+            if active not in WITHOUT_KERNEL and not evidence.is_used(KERNELS, calls):
+                active = False
+                note += ", which the backward pass does not go through"
         return Observation(active, f"{self.failure}; {note}" if self.failure else note)
 
     def count_layers_by_backend(

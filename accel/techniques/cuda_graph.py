@@ -80,7 +80,8 @@ class CudaGraph(Technique):
         return True
 
     # What would still say "on" if this did nothing? An object that holds a captured graph: nothing
-    # may replay it. So count the launches of graphs in a step after warm-up.
+    # may replay it. So count the launches of graphs in a step after warm-up, and the kernels that
+    # are still launched one by one: the step itself may run beside its replay.
     def observe(self, evidence: Evidence) -> Observation:
         if self.failure:
             return Observation(False, self.failure)
@@ -89,10 +90,14 @@ class CudaGraph(Technique):
         launches = evidence.warm_ops["cudaGraphLaunch"]
         if evidence.kernels_unseen and not launches:
             return Observation(UNSEEN, NO_KERNEL_SEEN)
-        singles = sum(n for op, n in evidence.warm_ops.items() if op.startswith(SINGLE_LAUNCHES))
+        before, singles = (
+            sum(n for op, n in ops.items() if op.startswith(SINGLE_LAUNCHES))
+            for ops in (evidence.ops, evidence.warm_ops)
+        )
         return Observation(
-            launches > 0,
-            f"{launches} graph launches, {singles} kernels launched one by one in a step",
+            launches > 0 and 2 * singles <= before,
+            f"{launches} graph launches, {singles} kernels launched one by one in a step; "
+            f"{before} without the graph",
         )
 
 

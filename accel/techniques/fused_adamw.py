@@ -26,7 +26,8 @@ class FusedAdamW(Technique):
         return {"fused": True} if self.enabled else {}
 
     # What would still say "on" if this did nothing? The optimizer's argument `fused`. So count the
-    # calls of the fused operation, and the calls of the operations that an unfused update runs.
+    # calls of the fused operation, the calls of the operations that an unfused update runs, and the
+    # parameters that did not move.
     def observe(self, evidence: Evidence) -> Observation:
         fused, foreach, loop = (
             evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")
@@ -35,5 +36,8 @@ class FusedAdamW(Technique):
         if not fused:
             return Observation(False, f"{other}, no _fused_adamw_")
         note = f"{fused} calls of _fused_adamw_ in one optimizer step"
-        alone = not (foreach or loop)
-        return Observation(alone, note if alone else f"{note}, and {other}")
+        if foreach or loop:
+            return Observation(False, f"{note}, and {other}")
+        if evidence.left_alone:
+            note += f", which left {evidence.left_alone} parameters with a gradient as they were"
+        return Observation(not evidence.left_alone, note)

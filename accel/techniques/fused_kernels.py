@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from accel.evidence import NO_KERNEL_SEEN, Evidence
+from accel.evidence import NO_KERNEL_SEEN, BlockEvidence, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.machine import capability_of, is_installed
 from accel.technique import (
@@ -90,7 +90,8 @@ class FusedKernel(Technique):
 
     # What would still say "on" if this did nothing? The modules' attributes that select the kernel.
     # A call of the operator would say so too, because the operator may run its definition. So count
-    # the launches of the operator's kernels.
+    # the launches of the operator's kernels, and see that the backward pass goes through the
+    # operator.
     def observe(self, evidence: Evidence) -> Observation:
         ops = (self.op, *self.other_ops)
         either = " or ".join(ops)
@@ -104,11 +105,16 @@ class FusedKernel(Technique):
             n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)
         )
         operators = tuple(f"fastlatent::{op}" for op in ops)
-        called = evidence.check_blocks(
-            lambda call: any(op.startswith(operators) for op in call.ops)
-        )
+
+        def calls_one(call: BlockEvidence) -> bool:
+            return any(op.startswith(operators) for op in call.ops)
+
+        called = evidence.check_blocks(calls_one)
         everywhere = sum(called) >= min(len(called), len(self.switches))
-        active = launches > 0 and everywhere
+        used = evidence.is_used(
+            operators, [call for call in evidence.block_calls if calls_one(call)]
+        )
+        active = launches > 0 and everywhere and used
         seen = f"{launches} launches of its kernels in one step"
         if self.enabled and evidence.kernels_unseen and any(called) and everywhere:
             active = UNSEEN

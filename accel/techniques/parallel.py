@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel.evidence import Evidence
 from accel.machine import is_available
-from accel.sharding import get_world_size
+from accel.sharding import gather_objects, get_world_size
 from accel.technique import (
     AnyStep,
     Model,
@@ -199,7 +199,8 @@ class DataParallel(Technique):
                     part.reshard()
 
     # What would still say "on" if this did nothing? The wrapper around the model: it may
-    # communicate nothing. So count the collectives that reduce gradients in this mode.
+    # communicate nothing. So count the collectives that reduce gradients in this mode, and compare
+    # the gradients' norms, which differ where a process goes on with its own gradients.
     def observe(self, evidence: Evidence) -> Observation:
         numbers = {
             key: sum(n for op, n in evidence.ops.items() if key in op.lower().replace("_", ""))
@@ -210,4 +211,8 @@ class DataParallel(Technique):
         if not self.enabled:
             return Observation(self.off if get_world_size() == 1 else "not synchronised", note)
         reduces = numbers[REDUCTIONS[str(self.value)]] > 0
+        norms = gather_objects([float(update.norm) for update in evidence.updates])
+        if any(max(each) > 1.001 * min(each) for each in zip(*norms, strict=True)):
+            reduces = False
+            note += f"; the gradients of the processes differ, by their norms {norms}"
         return Observation(str(self.value) if reduces else False, note)

@@ -48,7 +48,8 @@ def test_a_fused_kernel_is_believed_only_when_every_block_launched_it(called, la
     technique.switches = [nn.Identity()] * 2
     op = Counter({"fastlatent::add_norm": 1})
     calls = [[make_call(ops=op if i < called else Counter())] for i in range(2)]
-    evidence = Evidence(blocks=calls, ops=Counter({"add_norm_kernel": launches}))
+    ops = {"add_norm_kernel": launches, "fastlatent::add_norm_backward": 2}
+    evidence = Evidence(blocks=calls, ops=Counter(ops))
     assert technique.observe(evidence).active is active
 
 
@@ -123,6 +124,7 @@ def test_a_graph_is_believed_only_when_it_was_launched():
     assert graph.observe(evidence).active is False
     # Names of CUDA 13.
     evidence.warm_ops |= {"cudaGraphLaunch": 1, "__cudaLaunchKernel": 2, "cudaLaunchKernelExC": 3}
+    evidence.ops["cudaLaunchKernel"] = 10
     active, note = graph.observe(evidence)
     assert active is True
     assert "5 kernels launched one by one" in note

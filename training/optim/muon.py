@@ -104,7 +104,8 @@ class Muon(torch.optim.Optimizer):
         # Mark the groups as fused, so that PyTorch loads AdamW's `step` onto the device. Do not
         # mark the optimizer, because it does not decide on the device whether to skip a step.
         fused = [group | {"fused": True} for group in groups]
-        super().__init__(fused, {"lr": lr, "weight_decay": weight_decay, "matrices": ()})
+        defaults = {"lr": lr, "weight_decay": weight_decay, "matrices": (), "rms": RMS}
+        super().__init__(fused, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,0 +1,220 @@
+"""Each row of the ledger says that a technique is not on if its work is done and thrown away."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from accel.counted_rows import AdapterGradients, OptimizerState
+from accel.evidence import Evidence
+from accel.ledger import UNUSED
+from accel.stack import TECHNIQUES
+from accel.techniques.cuda_graph import CudaGraph
+from accel.techniques.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
+from accel.techniques.empty_cache_at_eval import EmptyCacheAtEval
+from accel.techniques.fused_kernels import FusedKernel
+from accel.techniques.offload_activations import OffloadActivations
+from accel.techniques.offload_optimizer import MIN_OFFLOADED_ELEMENTS, HostState, OffloadOptimizer
+from accel.techniques.parallel import DataParallel
+from accel.techniques.tf32 import Tf32, rounds_to_tf32
+from accel.techniques.weights import RoundedUpdate
+from accel.update_probe import Update
+from models.mixers import attention
+from tests.harness.adapters import assemble_on, save_base
+from tests.harness.steps import (
+    checkpoint_values,
+    compile_values,
+    key_of,
+    make_call,
+    read_ledger,
+    tiny_training,
+)
+from tests.harness.words import CPU
+from training.optim import muon
+from training.optim.muon import Muon
+
+CUDA = torch.device("cuda")
+
+
+def do_both(spent, used):
+    """A function that calls `spent`, and returns what `used` returns."""
+
+    def call(*inputs, **more):
+        spent(*inputs, **more)
+        return used(*inputs, **more)
+
+    return call
+
+
+def on_copies(function):
+    """A function that works on copies of its tensors."""
+    return lambda *inputs, **more: function(
+        *tree_map_only(torch.Tensor, torch.clone, inputs), **more
+    )
+
+
+# What a real step shows.
+
+
+def spend_adamw(training, patch):
+    patch.setattr(torch, "_fused_adamw_", on_copies(torch._fused_adamw_))
+
+
+def spend_products(training, patch):
+    forward = training.step.forward
+    training.step.forward = do_both(forward, forward.__wrapped__)
+
+
+def spend_stream(training, patch):
+    for block in training.model.blocks:
+        block.register_forward_hook(
+            lambda _, inputs, outputs: (*outputs[:2], outputs[2].bfloat16().float())
+        )
+
+
+def spend_attention(training, patch):
+    def attend(q, k, v, *others):
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+    patch.setattr(attention, "attend", do_both(attention.attend, attend))
+
+
+def spend_recomputation(training, patch):
+    for block in training.model.blocks:
+        block.forward = do_both(block.forward, type(block).forward.__get__(block))
+
+
+def spend_compilation(training, patch):
+    for block in training.model.blocks:
+        block._compiled_call_impl = do_both(block._compiled_call_impl, block._call_impl)
+
+
+def spend_host_copies(training, patch):
+    pack = OffloadActivations.pack
+    patch.setattr(OffloadActivations, "pack", do_both(pack, lambda _, t: t.detach()))
+
+
+def spend_host_state(training, patch):
+    """The tensors of the device stay in the state."""
+    step = HostState.step
+
+    def keep(self):
+        step(self)
+        for state in self.members[0].state.values():
+            if state["exp_avg"].numel() >= MIN_OFFLOADED_ELEMENTS:
+                state["exp_avg"] = state["exp_avg"].to("meta")
+
+    patch.setattr(HostState, "step", keep)
+
+
+def spend_rounding(training, patch):
+    rounded = RoundedUpdate.round_randomly
+    patch.setattr(RoundedUpdate, "round_randomly", on_copies(rounded))
+
+
+def spend_factors(training, patch):
+    training.step.optimizer.step = on_copies(lambda: None)
+
+
+def spend_iteration(training, patch):
+    patch.setattr(
+        muon, "iterate", do_both(muon.iterate, lambda x: x / x.norm(dim=(1, 2), keepdim=True))
+    )
+
+
+def spend_orthogonal_steps(training, patch):
+    patch.setattr(Muon, "orthogonalise", on_copies(Muon.orthogonalise))
+
+
+def spend_matrices(training, patch):
+    patch.setattr(Muon, "update_matrices", lambda *inputs: None)
+
+
+def spend_steps(training, patch):
+    patch.setattr(muon, "iterate", do_both(muon.iterate, torch.zeros_like))
+
+
+def spend_momenta(training, patch):
+    update = Muon.update_momenta
+
+    def forget(self, parameters):
+        steps = update(self, parameters)
+        for parameter in parameters:
+            self.state[parameter]["momentum"].zero_()
+        return steps
+
+    patch.setattr(Muon, "update_momenta", forget)
+
+
+MUON = {"optim": "muon"}
+SPENT = [
+    ({"fused_adamw": True}, spend_adamw),
+    ({"optim": "adamw", "fused_adamw": True}, spend_adamw),
+    *((MUON, spend) for spend in (spend_iteration, spend_orthogonal_steps, spend_matrices)),
+    *((MUON, spend) for spend in (spend_steps, spend_momenta)),
+    ({"adapter": "lora"}, spend_factors),
+    ({"precision": "bf16"}, spend_products),
+    ({"residual_in_fp32": True, "precision": "bf16"}, spend_stream),
+    ({"attention": "flash"}, spend_attention),
+    (checkpoint_values("blocks"), spend_recomputation),
+    (compile_values("blocks"), spend_compilation),
+    ({"weights": "bf16"}, spend_rounding),
+    ({"offload_optimizer": True}, spend_host_state),
+    ({"offload_activations": True}, spend_host_copies),
+]
+
+
+@pytest.mark.usefixtures("quick_compiler", "any_precision")
+@pytest.mark.parametrize(("values", "spend"), SPENT, ids=lambda case: getattr(case, "__name__", ""))
+def test_what_is_done_and_thrown_away_is_not_on(values, spend, monkeypatch, tmp_path):
+    for kind in (OffloadOptimizer, OffloadActivations):
+        monkeypatch.setattr(kind, "find_obstacle", lambda self: None)
+    key = key_of(values)
+    words = [f"optim={values['optim']}"] if key == "optim" else []
+    runtime = {name: value for name, value in values.items() if name not in ("optim", "adapter")}
+
+    def assemble():
+        if key == "adapter":
+            return assemble_on(save_base(tmp_path / "base.safetensors"), "adapter=lora")
+        return tiny_training("dit", *words, **runtime)
+
+    assert not read_ledger(assemble())[key].missing
+    training = assemble()
+    spend(training, monkeypatch)
+    row = read_ledger(training)[key]
+    assert row.missing, row.evidence
+
+
+# What only a GPU or several processes show; the evidence is made up.
+
+
+def test_what_only_a_gpu_shows_is_not_on_if_it_is_thrown_away(monkeypatch):
+    monkeypatch.setattr("accel.techniques.tf32.rounds_to_tf32", lambda device: rounds_to_tf32(CPU))
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **kwargs: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    gather = "accel.techniques.parallel.gather_objects"
+    monkeypatch.setattr(gather, lambda norms: [norms, [2.0 * norm for norm in norms]])
+    norm = torch.tensor(1.0)
+
+    ops = {CONVOLUTION: 2, "c10d::allreduce_": 1, "cudaLaunchKernel": 900}
+    evidence = Evidence(Counter(ops), updates=[Update({}, norm, norm)])
+    evidence.warm_ops = Counter({"cudaGraphLaunch": 1} | ops)
+    evidence.products["aten::mm", "float"] = 3
+    rows = [kind(True, CUDA) for kind in (Tf32, EmptyCacheAtEval, CudaGraph, CudnnBenchmark)]
+    rows.append(DataParallel("ddp", CPU))
+    for kind in FusedKernel.__subclasses__():
+        kernel = kind(True, CUDA)
+        kernel.switches = [torch.nn.Identity()]
+        evidence.ops[f"{kind.op}_kernel"] = 1
+        evidence.blocks = [[make_call(ops=Counter({f"fastlatent::{kind.op}": 1}))]]
+        rows.append(kernel)
+        assert not kernel.observe(evidence).active
+        evidence.ops[f"fastlatent::{kind.op}_backward"] = 1
+        assert kernel.observe(evidence).active
+    for row in rows[:5]:
+        assert row.observe(evidence).active in (False, UNUSED), row.key
+
+    walked = {row.key for row in rows} | {key_of(values) for values, _ in SPENT}
+    assert walked == {kind.key for kind in (*TECHNIQUES, OptimizerState, AdapterGradients)}
