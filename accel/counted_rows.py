@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from accel.composite_optimizer import collect_state, is_fused, iterate_innermost, parameters_of
 from accel.evidence import Evidence
-from accel.sharding import add_up, get_world_size, is_true_on_any_rank, to_full, to_local
+from accel.sharding import add_up, get_world_size, to_full, to_local
 from accel.technique import AnyStep, Observation, Technique, find_switches
-from accel.update_probe import MOVED, ZERO_GRADIENT
+from accel.update_probe import MOVED
 
 NO_GRADIENT = -1
 
@@ -107,22 +107,13 @@ class OptimizerState(Technique):
         matrix that was only divided by its norm. Early gradients may have a low rank, so a sum of 4
         is enough. Weights in bf16 are not measured: they round, and are empty between two steps.
         """
-        members = iterate_innermost(self.optimizer) if self.needs_matrices else ()
-        groups = [group for member in members for group in member.param_groups]
-        whole = [(p, group) for group in groups if group["matrices"] for p in group["params"]]
-        whole = [(p, group) for p, group in whole if p.numel()]
+        groups = [group for group in self.optimizer.param_groups if group.get("matrices")]
+        whole = [(p, group) for group in groups for p in group["params"] if p.numel()]
         if not whole:
             return
         parameter, group = min(whole, key=lambda pair: pair[0].numel())
         before = to_full(parameter.detach()).clone()
         run()
-
-        fates = evidence.updates[-1].fates if evidence.updates else {}
-        reached = bool(fates.get(parameter, ZERO_GRADIENT))
-        if not is_true_on_any_rank(reached, self.device):
-            return
-        momentum = collect_state(self.optimizer, parameter)["momentum"]
-        remembers = is_true_on_any_rank(bool(momentum.any()), self.device)
 
         first, last = group["matrices"][0]
         decayed = before * (1.0 - group["lr"] * group["weight_decay"])
@@ -130,11 +121,14 @@ class OptimizerState(Technique):
         step /= group["rms"] * math.sqrt(max(step.shape))
         largest = float(torch.linalg.matrix_norm(step, 2))
         total = float(step.square().sum())
-        self.measured = (
-            f"; singular values of a step up to {largest:.2f}, their squares add up to {total:.1f}"
-        )
-        self.measured += "; its momentum is zero" * (not remembers)
-        self.right = 0.5 < largest < 1.5 and total > min(4.0, min(step.shape) / 2) and remembers
+        momentum = float(to_full(collect_state(self.optimizer, parameter)["momentum"]).norm())
+        if total or momentum:  # otherwise the matrix got no gradient yet
+            self.right = 0.5 < largest < 1.5 and total > min(4.0, min(step.shape) / 2)
+            self.right &= momentum > 0.0
+            self.measured = (
+                f"; singular values of a step up to {largest:.2f}, the sum of their squares "
+                f"{total:.1f}, norm of the momentum {momentum:.1g}"
+            )
 
     # What would still say "on" if this did nothing? The class of the optimizer: a class for 8-bit
     # moments may keep fp32 ones. So look at dtype and size of every tensor in the state, at what

@@ -125,10 +125,10 @@ class Evidence:
 
     @property
     def left_alone(self) -> int:
-        """Number of parameters that got a gradient in the latest step that was taken, and did not
-        move."""
-        taken = [update.fates for update in self.updates if update.taken]
-        return sum(bool(fate == LEFT_ALONE) for fate in taken[-1].values()) if taken else 0
+        """Number of parameters that got a gradient in the latest step and did not move; 0 if the
+        step was skipped."""
+        taken = [update for update in self.updates[-1:] if update.taken]
+        return sum(bool(fate == LEFT_ALONE) for update in taken for fate in update.fates.values())
 
     @property
     def block_calls(self) -> list[BlockEvidence]:
@@ -144,13 +144,13 @@ class Evidence:
                 total[dtype] += n
         return total
 
-    def is_used(self, ops: tuple[str, ...], calls: Iterable[BlockEvidence]) -> bool:
-        """Returns whether the results of operations, whose names start with one of `ops`, were
-        used: whether the backward pass went through such operations at least once for each of
-        `calls`, the calls of blocks in which they ran. It passes by a result that was thrown
-        away."""
-        backward = sum(n for op, n in self.ops.items() if op.startswith(ops) and "ackward" in op)
-        return backward >= sum(call.trains for call in calls)
+    def uses(self, ops: tuple[str, ...]) -> bool:
+        """Returns whether the results of operations whose names start with one of `ops` were used:
+        whether the backward pass went through such operations for each call of a block that trains
+        and ran one. It passes by a result that was thrown away."""
+        backward = sum(n for op, n in self.ops.items() if op.startswith(ops) and "backward" in op)
+        forward = [any(op.startswith(ops) for op in c.ops) for c in self.block_calls if c.trains]
+        return backward >= sum(forward)
 
     def check_blocks(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
         """Returns for each block whether `holds` returns True for all calls of the block; False for

@@ -320,7 +320,7 @@ class AccelerationStack:
         `run` changes parameters and optimizer: the caller restores them afterwards, in place,
         because techniques may hold the tensors.
         """
-        with watch_updates(step) as updates:
+        with watch_updates(step) if step else nullcontext([]) as updates:
             self.run_until_it_works(run)
             evidence = observe_step(run, blocks, self.device, self.hides_blocks)
             evidence.updates = updates

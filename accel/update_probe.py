@@ -40,12 +40,8 @@ def watch(tensor: Tensor) -> Tensor:
 @contextmanager
 def watch_updates(step: Any) -> Iterator[list[Update]]:
     """Inside the context, each update by the training step `step` adds what it did to the list that
-    the context returns; the host does not wait for it. Without a training step (None) the list
-    stays empty."""
+    the context returns; the host does not wait for it."""
     updates: list[Update] = []
-    if step is None:
-        yield updates
-        return
     update_parameters = step.update_parameters
 
     def update_and_look(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:

@@ -50,9 +50,6 @@ BACKEND_OF = {
     "aten::_scaled_dot_product_attention_math": "math",
 }
 """The profiler's name of an attention operation -> the backend to which the operation belongs."""
-KERNELS = tuple(op for op, backend in BACKEND_OF.items() if backend != "math")
-WITHOUT_KERNEL = ("math", "products", "flex")
-"""Backends whose backward pass has other names."""
 REFUSALS = (
     "No available kernel",
     "No viable backend",
@@ -188,15 +185,12 @@ class AttentionBackend(Technique):
         if UNSEEN in ran:
             active = UNSEEN
             note += f": {NO_KERNEL_SEEN}"
+        elif not evidence.uses(tuple(BACKEND_OF)):
+            note += ", by which the backward pass did not go"
         elif len(ran) > 1:
             active = "mixed"
         elif ran.total() == count:
             active = next(iter(ran))
-            pairs = zip(self.layers, evidence.blocks, strict=True)
-            calls = [call for layers, calls in pairs if layers for call in calls]
-            if active not in WITHOUT_KERNEL and not evidence.is_used(KERNELS, calls):
-                active = False
-                note += ", which the backward pass does not go through"
         return Observation(active, f"{self.failure}; {note}" if self.failure else note)
 
     def count_layers_by_backend(

@@ -32,8 +32,6 @@ from common.text import shorten_error
 INDUCTOR_PREFIX = "## Call CompiledFxGraph"
 """Prefix of the profiler's name for a call of a graph that Inductor compiled."""
 
-COMPILED = "CompiledFunction"
-"""Prefix of the profiler's name for the backward pass of a compiled function."""
 PARTITION_BACKEND = "aot_eager_decomp_partition"
 """Name of the `torch.compile` backend in plans (scripts/plan): it splits a compiled block into
 forward and backward pass as Inductor does, but generates no code."""
@@ -126,19 +124,20 @@ class Compile(Technique):
             return Observation(regions > 0, f"{regions} compiled calls in one step")
         if self.compile_scope == "blocks" and evidence.blocks:
             compiled = evidence.check_blocks(lambda call: self.is_compiled(call.ops))
-            on = all(compiled) and evidence.is_used((COMPILED,), evidence.block_calls)
+            on = all(compiled)
             scope = evidence.format_share(compiled)
         else:
             # If the whole model is compiled, or if it has no blocks (an encoder), require at least
             # one compiled call per micro-batch.
             micro_batches = max([1, *map(len, evidence.blocks)])
             on = self.is_compiled(evidence.ops) and regions >= micro_batches
-            on &= evidence.is_used((COMPILED,), evidence.blocks[0] if evidence.blocks else ())
             scope = "the model"
         note = (
             f"{scope} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, "
             f"{regions} calls"
         )
+        # The backward pass does not go through a compiled function whose result was thrown away.
+        on &= evidence.ops["CompiledFunction"] <= evidence.ops["CompiledFunctionBackward"]
         return Observation(on, f"{note}; scope {self.compile_scope}, mode {self.compile_mode}")
 
     def is_compiled(self, ops: Counter[str]) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from accel.evidence import NO_KERNEL_SEEN, BlockEvidence, Evidence
+from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.machine import capability_of, is_installed
 from accel.technique import (
@@ -105,16 +105,11 @@ class FusedKernel(Technique):
             n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)
         )
         operators = tuple(f"fastlatent::{op}" for op in ops)
-
-        def calls_one(call: BlockEvidence) -> bool:
-            return any(op.startswith(operators) for op in call.ops)
-
-        called = evidence.check_blocks(calls_one)
-        everywhere = sum(called) >= min(len(called), len(self.switches))
-        used = evidence.is_used(
-            operators, [call for call in evidence.block_calls if calls_one(call)]
+        called = evidence.check_blocks(
+            lambda call: any(op.startswith(operators) for op in call.ops)
         )
-        active = launches > 0 and everywhere and used
+        everywhere = sum(called) >= min(len(called), len(self.switches))
+        active = launches > 0 and everywhere and evidence.uses(operators)
         seen = f"{launches} launches of its kernels in one step"
         if self.enabled and evidence.kernels_unseen and any(called) and everywhere:
             active = UNSEEN

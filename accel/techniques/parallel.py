@@ -211,8 +211,8 @@ class DataParallel(Technique):
         if not self.enabled:
             return Observation(self.off if get_world_size() == 1 else "not synchronised", note)
         reduces = numbers[REDUCTIONS[str(self.value)]] > 0
-        norms = gather_objects([float(update.norm) for update in evidence.updates])
-        if any(max(each) > 1.001 * min(each) for each in zip(*norms, strict=True)):
+        norms = gather_objects(max([0.0, *(float(update.norm) for update in evidence.updates)]))
+        if max(norms) > 1.001 * min(norms):
             reduces = False
-            note += f"; the gradients of the processes differ, by their norms {norms}"
+            note += f"; the norms of their gradients differ: {norms}"
         return Observation(str(self.value) if reduces else False, note)
