@@ -147,13 +147,6 @@ def narrow_residual(block):
     block.residual_in_fp32 = False
 
 
-def round_residual(block):
-    """Rounds the returned residual to bf16, and returns it in fp32."""
-    block.register_forward_hook(
-        lambda _, inputs, outputs: (*outputs[:2], outputs[2].bfloat16().float())
-    )
-
-
 def leave_uncompiled(block):
     block._compiled_call_impl = None
 
@@ -173,7 +166,6 @@ SABOTAGED = {
     ),
     "selective left to the last": (SELECTIVE, keep_activations, slice(0, -1)),
     "a narrow stream but for the last": (IN_BF16, narrow_residual, slice(0, -1)),
-    "a rounded stream": (IN_BF16, round_residual, slice(None)),
     "one block compiled": (COMPILED, leave_uncompiled, slice(0, -1)),
     "half on math": (FLASH, attend_by_math, slice(0, None, 2)),
     "compiled, half on math": (FLASH | COMPILED, attend_by_math, slice(0, None, 2)),

@@ -10,8 +10,6 @@ from torch import nn
 
 from accel import composite_optimizer as members
 from accel import saved_tensors
-from accel.composite_optimizer import iterate_innermost
-from accel.evidence import Evidence
 from accel.techniques import offload_optimizer
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.offload_optimizer import OffloadOptimizer
@@ -189,41 +187,6 @@ def test_states_kept_in_fp32(monkeypatch):
     row = read_ledger(training_of("optim=adamw_8bit"))["optim"]
     assert row.active == "mixed"
     assert row.missing
-
-
-def test_one_tensor_of_the_state_on_another_device():
-    training = training_of(offload_optimizer=True)
-    read_ledger(training)
-    technique = next(t for t in training.stack.techniques if isinstance(t, OffloadOptimizer))
-    parameter = training.model.head.weight
-    members = iterate_innermost(training.state.optimizer)
-    state = next(member.state for member in members if parameter in member.state)
-    # Only a large tensor must be on the host.
-    state[parameter]["exp_avg"] = torch.empty(64, *parameter.shape, device="meta")
-    assert technique.observe(Evidence()).active is False
-
-
-def test_activations_that_stay_on_the_device(monkeypatch):
-    pack = OffloadActivations.pack
-    monkeypatch.setattr(
-        OffloadActivations,
-        "pack",
-        lambda self, t: t.detach() if t.nbytes > 2**15 else pack(self, t),
-    )
-    assert read_ledger(training_of(offload_activations=True))["offload_activations"].missing
-
-
-def test_activations_that_other_hooks_keep():
-    training = training_of(offload_activations=True)
-    block = training.model.blocks[1]
-    forward = block.forward
-
-    def keep_activations(*inputs, **more):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            return forward(*inputs, **more)
-
-    block.forward = keep_activations
-    assert read_ledger(training)["offload_activations"].missing
 
 
 # How the parameters are dealt to optimizers.

@@ -10,7 +10,6 @@ from accel.evidence import Evidence
 from accel.ledger import UNUSED
 from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.cudnn_benchmark import CudnnBenchmark
-from accel.techniques.empty_cache_at_eval import EmptyCacheAtEval
 from accel.techniques.fused_kernels import FusedAddNorm
 from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.parallel import DataParallel
@@ -62,15 +61,6 @@ def test_gradients_are_summed_only_where_a_collective_ran(mode, collective):
     assert technique.observe(Evidence(ops=Counter({collective: 1}))).active == mode
 
 
-@pytest.mark.parametrize("freed", [100, 0])
-def test_a_cache_that_is_not_emptied_is_seen(freed, monkeypatch):
-    reserved = [1000]
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **kwargs: None)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[-1])
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.append(1000 - freed))
-    assert EmptyCacheAtEval(True, CUDA).observe(Evidence()).active is bool(freed)
-
-
 @pytest.mark.parametrize(
     ("rounded", "products", "convolutions", "active"),
     [
@@ -116,18 +106,6 @@ def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
     tuned.compare(lambda: None, evidence)
     assert tuned.observe(evidence).active == UNUSED
     assert tuned.observe(Evidence()).active == UNUSED
-
-
-def test_a_graph_is_believed_only_when_it_was_launched():
-    graph = CudaGraph(True, CUDA)
-    evidence = Evidence()
-    assert graph.observe(evidence).active is False
-    # Names of CUDA 13.
-    evidence.warm_ops |= {"cudaGraphLaunch": 1, "__cudaLaunchKernel": 2, "cudaLaunchKernelExC": 3}
-    evidence.ops["cudaLaunchKernel"] = 10
-    active, note = graph.observe(evidence)
-    assert active is True
-    assert "5 kernels launched one by one" in note
 
 
 def test_a_graph_needs_the_fused_optimizer(monkeypatch):

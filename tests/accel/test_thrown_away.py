@@ -8,16 +8,11 @@ from torch.utils._pytree import tree_map_only
 
 from accel.counted_rows import AdapterGradients, OptimizerState
 from accel.evidence import Evidence
-from accel.ledger import UNUSED
 from accel.stack import TECHNIQUES
-from accel.techniques.cuda_graph import CudaGraph
-from accel.techniques.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
-from accel.techniques.empty_cache_at_eval import EmptyCacheAtEval
 from accel.techniques.fused_kernels import FusedKernel
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.offload_optimizer import MIN_OFFLOADED_ELEMENTS, HostState, OffloadOptimizer
 from accel.techniques.parallel import DataParallel
-from accel.techniques.tf32 import Tf32, rounds_to_tf32
 from accel.techniques.weights import RoundedUpdate
 from accel.update_probe import Update
 from models.mixers import attention
@@ -25,6 +20,7 @@ from tests.harness.adapters import assemble_on, save_base
 from tests.harness.steps import (
     checkpoint_values,
     compile_values,
+    find_technique,
     key_of,
     make_call,
     read_ledger,
@@ -189,32 +185,45 @@ def test_what_is_done_and_thrown_away_is_not_on(values, spend, monkeypatch, tmp_
 # What only a GPU or several processes show; the evidence is made up.
 
 
-def test_what_only_a_gpu_shows_is_not_on_if_it_is_thrown_away(monkeypatch):
-    monkeypatch.setattr("accel.techniques.tf32.rounds_to_tf32", lambda device: rounds_to_tf32(CPU))
+def observe_made_up(key, evidence, patch, good):
+    """What a row says of evidence of a step on a GPU, or of two processes."""
+    if key == "parallel":
+        factor = 1.0 if good else 2.0
+        gather = "accel.techniques.parallel.gather_objects"
+        patch.setattr(gather, lambda norm: [norm, factor * norm])
+        return DataParallel("ddp", CPU).observe(evidence)
+    technique = find_technique(key)(True, CUDA)
+    if isinstance(technique, FusedKernel):
+        technique.switches = [torch.nn.Identity()]
+        operator = f"fastlatent::{technique.op}"
+        evidence.ops |= {f"{technique.op}_kernel": 1, f"{operator}_backward": int(good)}
+        evidence.blocks = [[make_call(ops=Counter([operator]))]]
+    return technique.observe(evidence)
+
+
+MADE_UP = [kind.key for kind in FusedKernel.__subclasses__()]
+MADE_UP += ["parallel", "tf32", "empty_cache_at_eval", "cuda_graph"]
+
+
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("key", MADE_UP)
+def test_what_a_gpu_does_and_throws_away_is_not_on(key, good, monkeypatch):
+    monkeypatch.setattr("accel.techniques.tf32.rounds_to_tf32", lambda device: (good, good))
+    reserved = [1000]
     monkeypatch.setattr(torch, "empty", lambda *sizes, **kwargs: None)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    gather = "accel.techniques.parallel.gather_objects"
-    monkeypatch.setattr(gather, lambda norm: [norm, 2.0 * norm])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[-1])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.append(1000 - 100 * good))
+
     norm = torch.tensor(1.0)
-
-    ops = {CONVOLUTION: 2, "c10d::allreduce_": 1, "cudaLaunchKernel": 900}
-    evidence = Evidence(Counter(ops), updates=[Update({}, norm, norm)])
-    evidence.warm_ops = Counter({"cudaGraphLaunch": 1} | ops)
+    evidence = Evidence(updates=[Update({}, norm, norm)])
     evidence.products["aten::mm", "float"] = 3
-    rows = [kind(True, CUDA) for kind in (Tf32, EmptyCacheAtEval, CudaGraph, CudnnBenchmark)]
-    rows.append(DataParallel("ddp", CPU))
-    for kind in FusedKernel.__subclasses__():
-        kernel = kind(True, CUDA)
-        kernel.switches = [torch.nn.Identity()]
-        evidence.ops[f"{kind.op}_kernel"] = 1
-        evidence.blocks = [[make_call(ops=Counter({f"fastlatent::{kind.op}": 1}))]]
-        rows.append(kernel)
-        assert not kernel.observe(evidence).active
-        evidence.ops[f"fastlatent::{kind.op}_backward"] = 1
-        assert kernel.observe(evidence).active
-    for row in rows[:5]:
-        assert row.observe(evidence).active in (False, UNUSED), row.key
+    # Names of CUDA 13.
+    evidence.ops |= {"c10d::allreduce_": 1, "__cudaLaunchKernel": 90}
+    evidence.warm_ops |= {"cudaGraphLaunch": 1, "cudaLaunchKernelExC": 5 if good else 95}
+    assert bool(observe_made_up(key, evidence, monkeypatch, good).active) is good
 
-    walked = {row.key for row in rows} | {key_of(values) for values, _ in SPENT}
+
+def test_every_row_is_walked():
+    """The autotuner of cuDNN has a test of its own."""
+    walked = {*MADE_UP, *(key_of(values) for values, _ in SPENT), "cudnn_benchmark"}
     assert walked == {kind.key for kind in (*TECHNIQUES, OptimizerState, AdapterGradients)}
