@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from accel.composite_optimizer import collect_state, is_fused, iterate_innermost, parameters_of
 from accel.evidence import Evidence
-from accel.sharding import add_up, get_world_size, to_full, to_local
+from accel.sharding import get_world_size, to_full, to_local
 from accel.technique import AnyStep, Observation, Technique, find_switches
 from accel.update_probe import MOVED
 
@@ -61,9 +61,8 @@ class OptimizerState(Technique):
     loss_rtol = 0.0
     used_in = ("training",)
     optimizer: Any = None
-    right = True
-    """Whether the step that `compare` measured is one of Muon's."""
-    measured = ""
+    orthogonal: Sequence[bool] = ()
+    """For each shape of Muon's matrices whether the step that `compare` measured is orthogonal."""
 
     def __init__(self, kind: type, momentum: float, device: torch.device) -> None:
         """`kind` is the optimizer's class. `momentum` is SGD's option: if it is 0, SGD keeps no
@@ -101,34 +100,34 @@ class OptimizerState(Technique):
         return "momentum" in state or not self.needs_matrices
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
-        """Takes one more step with Muon, and measures the step of the smallest matrix.
+        """Takes one more step with Muon, and measures the step of one matrix of each shape.
 
-        Its singular values are about 1, so their squares add up to far more than 1, the sum for a
-        matrix that was only divided by its norm. Early gradients may have a low rank, so a sum of 4
-        is enough. Weights in bf16 are not measured: they round, and are empty between two steps.
+        The singular values of a step are about 1, so their squares add up to far more than 1, the
+        sum for a matrix that was only divided by its norm. Early gradients may have a low rank, so
+        a sum of 4 is enough. Weights in bf16 are not measured: they round, and are empty between
+        two steps.
         """
         groups = [group for group in self.optimizer.param_groups if group.get("matrices")]
-        whole = [(p, group) for group in groups for p in group["params"] if p.numel()]
-        if not whole:
-            return
-        parameter, group = min(whole, key=lambda pair: pair[0].numel())
-        before = to_full(parameter.detach()).clone()
-        run()
-
-        first, last = group["matrices"][0]
-        decayed = before * (1.0 - group["lr"] * group["weight_decay"])
-        step = ((decayed - to_full(parameter.detach())) / group["lr"])[first:last]
-        step /= group["rms"] * math.sqrt(max(step.shape))
-        largest = float(torch.linalg.matrix_norm(step, 2))
-        total = float(step.square().sum())
-        momentum = float(to_full(collect_state(self.optimizer, parameter)["momentum"]).norm())
-        if total or momentum:  # otherwise the matrix got no gradient yet
-            self.right = 0.5 < largest < 1.5 and total > min(4.0, min(step.shape) / 2)
-            self.right &= momentum > 0.0
-            self.measured = (
-                f"; singular values of a step up to {largest:.2f}, the sum of their squares "
-                f"{total:.1f}, norm of the momentum {momentum:.1g}"
-            )
+        before = {
+            p.shape: (p, group, to_full(p.detach()).clone())
+            for group in groups
+            for p in group["params"]
+            if p.numel()
+        }
+        if before:
+            run()
+        self.orthogonal = []
+        for parameter, group, old in before.values():
+            first, last = group["matrices"][0]
+            decayed = old * (1.0 - group["lr"] * group["weight_decay"])
+            step = ((decayed - to_full(parameter.detach())) / group["lr"])[first:last]
+            step /= group["rms"] * math.sqrt(max(step.shape))
+            largest = float(torch.linalg.matrix_norm(step, 2))
+            total = float(step.square().sum())
+            momentum = float(to_full(collect_state(self.optimizer, parameter)["momentum"]).norm())
+            if total or momentum:  # otherwise the matrix got no gradient yet
+                right = 0.5 < largest < 1.5 and total > min(4.0, min(step.shape) / 2)
+                self.orthogonal.append(right and momentum > 0.0)
 
     # What would still say "on" if this did nothing? The class of the optimizer: a class for 8-bit
     # moments may keep fp32 ones. So look at dtype and size of every tensor in the state, at what
@@ -153,38 +152,31 @@ class OptimizerState(Technique):
             note += f" ({format_counts(wrong)})"
         if others:
             note += f"; {others.total()} others: {format_counts(others)}"
-        complete = True
         if self.needs_matrices:
-            complete, rules = describe_rules(optimizer)
-            note += f"; {rules}{self.measured}"
+            note += f"; {describe_rules(optimizer)}"
+            shapes = len(self.orthogonal)
+            note += f"; steps are orthogonal in {sum(self.orthogonal)} of {shapes} shapes measured"
         if evidence.left_alone:
             note += f"; {evidence.left_alone} parameters with a gradient did not move"
         note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
         note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
-        right = complete and self.right and not (wrong or evidence.left_alone)
+        right = all(self.orthogonal) and not (wrong or evidence.left_alone)
         return Observation(form if right else "mixed", note)
 
 
-def describe_rules(optimizer: Any) -> tuple[bool, str]:
-    """Counts what Muon and AdamW updated in the latest step. Returns whether Muon orthogonalised
-    all matrices that the layers state, and a text with the counts."""
+def describe_rules(optimizer: Any) -> str:
+    """Describes what Muon and AdamW update."""
     inner = list(iterate_innermost(optimizer))
     groups = [group for member in inner for group in member.param_groups]
     counts = [(len(group["matrices"]), len(group["params"])) for group in groups]
     wanted = sum(matrices * weights for matrices, weights in counts)
     slices = sum(matrices * weights for matrices, weights in counts if matrices > 1)
-
-    # Each process has counted the matrices that it owns.
-    here = sum(getattr(member, "orthogonalised", 0) for member in inner)
-    parameter = parameters_of(optimizer)[0]
-    done = int(add_up(torch.tensor(float(here), device=parameter.device), parameter))
     states = [state for member in inner for state in member.state.values()]
     sizes = [state["exp_avg_sq"].numel() for state in states if "exp_avg_sq" in state]
-    text = (
-        f"Muon orthogonalised {done} of {wanted} matrices, {slices} of them slices of fused "
-        f"projections; AdamW updates {sum(sizes)} elements of {len(sizes)} parameters"
+    return (
+        f"Muon updates {wanted} matrices, {slices} of them slices of fused projections; AdamW "
+        f"updates {sum(sizes)} elements of {len(sizes)} parameters"
     )
-    return done == wanted, text
 
 
 def format_counts(forms: Counter[str]) -> str:

@@ -74,6 +74,7 @@ class Killed(BaseException):
     """Ends a command as a kill would: nothing catches it."""
 
 
+@pytest.mark.usefixtures("quick_compiler")
 def test_a_stopped_command_goes_on_to_the_same_bytes(drawn, trained, tmp_path, monkeypatch):
     write = ResumableChunks.write
 
@@ -92,6 +93,8 @@ def test_a_stopped_command_goes_on_to_the_same_bytes(drawn, trained, tmp_path, m
     (chunk,) = parts.glob("000000-*.safetensors")
     with expect_refusal(r"count was 1100, is 1200\); choose another out, or delete"):
         draw_samples(trained, out, count=1200)
+    with expect_refusal("techniques was"):
+        draw_samples(trained, out, runtime={"compile": True})
     # a chunk that a disk damaged is drawn again
     chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")
     assert draw_samples(trained, out).read_bytes() == drawn.read_bytes()

@@ -77,8 +77,6 @@ class Muon(torch.optim.Optimizer):
     cpu_dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
     """Type in which a CPU orthogonalises: one without instructions for bf16 is eight times as fast
     in fp32."""
-    orthogonalised = 0
-    """Number of matrices that this process orthogonalised in the latest step."""
 
     def __init__(
         self,
@@ -177,12 +175,10 @@ class Muon(torch.optim.Optimizer):
                 part = part.mT if part.shape[1] > part.shape[2] else part
                 matrices[part.shape[1:]].append(part)
 
-        self.orthogonalised = 0
         for shape, parts in matrices.items():
             batches = torch.cat(parts).split(max(1, PART_ELEMENTS // shape.numel()))
             results = torch.cat([iterate(batch) for batch in batches])
             results *= RMS * math.sqrt(shape[1])
-            self.orthogonalised += len(results)
             for part, result in zip(parts, results.split(list(map(len, parts))), strict=True):
                 part.copy_(result)
 

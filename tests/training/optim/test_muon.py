@@ -155,7 +155,8 @@ def test_the_ledger_counts_matrices_and_what_adamw_has(monkeypatch):
     assert row.active == "momentum"
     sizes = {name: p.numel() for name, p in training.model.named_parameters()}
     others = sum(size for name, size in sizes.items() if "_proj" not in name)
-    assert "orthogonalised 14 of 14 matrices, 12 of them slices of fused" in row.evidence
+    assert "updates 14 matrices, 12 of them slices of fused" in row.evidence
+    assert "orthogonal in 2 of 2 shapes" in row.evidence
     assert f"AdamW updates {others + 2 * 8 * 64} elements of 26 parameters" in row.evidence
 
     # one shape is left out
@@ -163,7 +164,7 @@ def test_the_ledger_counts_matrices_and_what_adamw_has(monkeypatch):
     monkeypatch.setattr(Muon, "orthogonalise", lambda self, stacks: whole(self, stacks[:1]))
     row = read_ledger(training)["optim"]
     assert row.missing
-    assert "12 of 14 matrices" in row.evidence
+    assert "orthogonal in 1 of 2 shapes" in row.evidence
 
 
 WORDS = ["optim=muon", "optim.weight_decay=0.1", "save_every=1"]
@@ -209,7 +210,7 @@ def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_ranks, sing
     run_ranks(folder, *WORDS, *words, ranks=ranks)
     assert_equal_runs(folder, single)
     row = json.loads((folder / "ledger.json").read_text())["optim"]
-    assert "orthogonalised 14 of 14 matrices" in row["evidence"]
+    assert "orthogonal in 2 of 2 shapes" in row["evidence"]
 
 
 @pytest.mark.slow
