@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from common.config.compose import (
     describe_failure,
     parse_yaml,
     read_config,
+    report_user_errors,
     to_yaml,
 )
+from common.config.schema import TrainConfig, find_direction
 from common.config.secrets import redact_text, redact_words
 from common.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest
 from common.errors import UserError
@@ -44,8 +46,8 @@ def run_trial(train: Callable[[Composed, float], Any], source: DictConfig) -> fl
     Returns the metric that the key `sweep_metric` names, None if the key is null.
 
     If the trial fails, the function prints why and raises an Exception, after which Hydra starts
-    the next trial. If a signal stops the trial, the function raises SystemExit, which ends the
-    sweep.
+    the next trial. If a signal asks it to stop, or the sweep cannot compare its trials, the
+    function says so and raises SystemExit, which ends the sweep.
     """
     hydra = HydraConfig.get()
     words = redact_words(list(hydra.overrides.task))
@@ -53,17 +55,19 @@ def run_trial(train: Callable[[Composed, float], Any], source: DictConfig) -> fl
     source["run_dir"] = os.path.join(hydra.sweep.dir, str(hydra.sweep.subdir))
     try:
         composed = compose_from_hydra(source)
-        refuse_trial(composed, hydra.runtime.choices["hydra/sweeper"])
-        train_apart(train, composed)
         cfg = composed.cfg
+        with report_user_errors():
+            refuse_sweep(cfg, hydra.runtime.choices["hydra/sweeper"], hydra.sweeper)
+        stopped = train_apart(train, composed)
+        if stopped:
+            again = f"the same command with run_dir={hydra.sweep.dir} continues the sweep"
+            print(f"{trial} {stopped}; {again}", flush=True)
+            raise SystemExit(RESUMABLE_EXIT_CODE)
         summary = read_object(Path(cfg.run_dir) / "summary.json")
         name = cfg.sweep_metric or ("loss" if summary.get("eval_loss") is None else "eval_loss")
         value = summary[name]
         if value is None or not math.isfinite(value):
             raise UserError(f"{name} is not finite at the end of run_dir={cfg.run_dir}.")
-    except SystemExit:
-        print(f"{trial} stopped; the same command with run_dir={hydra.sweep.dir} continues")
-        raise
     except Exception as error:
         message = redact_text(describe_failure(error) or repr(error))
         print(f"{trial} failed: {escape_unprintable(message)}", file=sys.stderr)
@@ -79,22 +83,30 @@ def run_trial(train: Callable[[Composed, float], Any], source: DictConfig) -> fl
 def print_table() -> None:
     """Prints the trials that ended: what differs between them, their metric, and the best."""
     shared = set.intersection(*(set(words) for _, words, *_ in ENDED))
-    pick = max if ENDED[0][2] == "samples_per_s" else min
-    best = pick(value for *_, value in ENDED)
+    values = [value for *_, value in ENDED]
+    best = max(values) if find_direction(ENDED[0][2]) == "maximize" else min(values)
     for number, words, name, value in ENDED:
         differs = " ".join(word for word in words if word not in shared)
         mark = "  best" if value == best else ""
         print(f"trial {number}  {name} {value:.6g}  {differs}{mark}")
 
 
-def refuse_trial(composed: Composed, sweeper: str) -> None:
+def refuse_sweep(cfg: TrainConfig, sweeper: str, node: Mapping[str, Any]) -> None:
     """Raises UserError if `sweeper`, Hydra's choice of hydra/sweeper, needs a metric and none is
-    set, or if torchrun started several processes."""
-    cfg = composed.cfg
+    set, if the `direction` in its `node` of the configuration is not that of the metric, or if
+    torchrun started several processes."""
     if sweeper != "basic" and cfg.sweep_metric is None:
         raise UserError(
             f"hydra/sweeper={sweeper} compares trials, but sweep_metric=null; choose "
             f"{', '.join(cfg.list_metrics())}."
+        )
+    direction = find_direction(cfg.sweep_metric)
+    given = node.get("direction", direction)
+    given = getattr(given, "name", given)
+    if given != direction:
+        raise UserError(
+            f"hydra.sweeper.direction={given} looks for the worst {cfg.sweep_metric}; set "
+            f"hydra.sweeper.direction={direction}."
         )
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1":
@@ -118,12 +130,12 @@ def refuse_other_run(composed: Composed) -> None:
         )
 
 
-def train_apart(train: Callable[[Composed, float], Any], composed: Composed) -> None:
+def train_apart(train: Callable[[Composed, float], Any], composed: Composed) -> str:
     """Trains in a process of its own, so that no state, such as random generators, flags of PyTorch
-    or a broken CUDA context, passes to the next trial.
+    or a broken CUDA context, passes to the next trial. If a signal asks to stop, waits until the
+    trial has stopped, and returns how it ended, such as "stopped"; otherwise returns "".
 
-    Raises UserError if `refuse_other_run` refuses the folder or training fails, and SystemExit if a
-    signal asks this process to stop.
+    Raises UserError if `refuse_other_run` refuses the folder or training fails.
     """
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -143,13 +155,16 @@ def train_apart(train: Callable[[Composed, float], Any], composed: Composed) -> 
     process = context.Process(target=work)
     with StopRequest() as stop:
         process.start()
-        while process.is_alive() and not stop.name:
+        while process.is_alive():
+            # Repeat the signal: until training catches signals, the fork takes them by the handler
+            # of this `with` block, which only notes them.
+            if stop.name:
+                process.terminate()
             process.join(POLL_SECONDS)
-        if stop.name:
-            process.terminate()
-        process.join()
-    if stop.name or process.exitcode == RESUMABLE_EXIT_CODE:
-        raise SystemExit(RESUMABLE_EXIT_CODE)
-    if process.exitcode:
-        message = f"run_dir={composed.cfg.run_dir}: its process ended with code {process.exitcode}."
+    code = process.exitcode
+    if stop.name or code == RESUMABLE_EXIT_CODE:
+        return {0: "ended", RESUMABLE_EXIT_CODE: "stopped"}.get(code, f"ended with code {code}")
+    if code:
+        message = f"run_dir={composed.cfg.run_dir}: its process ended with code {code}."
         raise UserError(receiver.recv() if receiver.poll() else message)
+    return ""

@@ -32,7 +32,7 @@ from common.config import build
 from common.config.explain import explain
 from common.config.help import format_help
 from common.config.paths import refuse_paths
-from common.config.schema import PrecomputeConfig, TrainConfig
+from common.config.schema import PrecomputeConfig, TrainConfig, find_direction
 from common.config.secrets import redact, redact_text, redact_words
 from common.config.words import (
     CONF_FOLDER,
@@ -104,6 +104,8 @@ def choose_by_size(path: str | None, *values: Any) -> Any:
 
 
 OmegaConf.register_new_resolver("by_size", choose_by_size)
+# conf/hydra/sweeper/search.yaml uses this resolver for the direction of the search.
+OmegaConf.register_new_resolver("direction_of", find_direction)
 # Store the schemas under the names by which the primary files in conf/ include them.
 for name, kind in SCHEMAS.items():
     ConfigStore.instance().store(name=f"{name}_schema", node=make_mutable_schema(kind))

@@ -440,6 +440,12 @@ class TrainConfig:
         self.runtime.check(self.accumulation_steps, self.deterministic, optim.get("_target_"))
 
 
+def find_direction(metric: str | None) -> str:
+    """Returns the direction, in Optuna's word, in which values of a metric that `sweep_metric` may
+    name get better."""
+    return "maximize" if metric == "samples_per_s" else "minimize"
+
+
 @dataclass(frozen=True)
 class PrecomputeConfig:
     """A job of precompute_latents.py, which encodes images to latents."""

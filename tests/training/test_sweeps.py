@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from common.config.compose import compose, to_yaml
-from common.distributed.exit import RESUMABLE_EXIT_CODE, run_app
+from common.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest, run_app
 from common.errors import UserError
 from common.files import read_object, write_json
 from common.text import replace_non_finite
@@ -22,7 +22,7 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.words import TINY_RUN, TINY_SYNTHETIC
 from train import train
 from training import sweeps
-from training.sweeps import refuse_other_run, refuse_trial
+from training.sweeps import refuse_other_run, refuse_sweep
 from training.weights.first_weights import compose_pretrained
 
 
@@ -38,12 +38,17 @@ def learn(composed, began):
         os.kill(os.getpid(), signal.SIGKILL)
     if seed == 4:
         loss = float("nan")
-    if seed == 5:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if seed in (5, 6):
         os.kill(os.getppid(), signal.SIGUSR1)
-        signal.pause()
+        signal.alarm(60)  # ends a trial that hears nothing
+        signal.pause()  # a signal comes before training catches signals
+    if seed == 5:
+        with StopRequest() as stop:
+            signal.pause()
+        sys.exit(RESUMABLE_EXIT_CODE if stop.name else 1)
     os.environ["LEAKED"] = "yes"
-    write_json(Path(composed.cfg.run_dir) / "summary.json", replace_non_finite({"loss": loss}))
+    summary = replace_non_finite({"loss": loss, "samples_per_s": 1 / loss})
+    write_json(Path(composed.cfg.run_dir) / "summary.json", summary)
 
 
 @pytest.fixture
@@ -106,34 +111,30 @@ def test_a_sweep_ends_with_a_table_also_if_a_trial_fails(sweep, monkeypatch, cap
     assert capfd.readouterr().out.splitlines() == [*rows, "trial 2  loss 0.75  optim.lr=0.75"]
 
 
-def test_a_signal_ends_the_sweep_and_not_one_trial(sweep, capfd):
-    with pytest.raises(SystemExit) as ending:
-        sweep("seed=0,5,6")
-    assert ending.value.code == RESUMABLE_EXIT_CODE
+@pytest.mark.parametrize(("seed", "ending"), [(5, "stopped"), (6, "ended")])
+def test_a_signal_ends_the_sweep_and_not_one_trial(seed, ending, sweep, capfd):
+    """Also one that comes before the trial catches signals; and it says how the trial ended."""
+    with pytest.raises(SystemExit, match=str(RESUMABLE_EXIT_CODE)):
+        sweep(f"seed=0,{seed},7")
     output = "".join(capfd.readouterr())
-    assert "trial 1 (" in output
-    assert "stopped; the same command with run_dir=" in output
+    assert re.search(rf"trial 1 \(.*\) {ending}; the same command with run_dir=", output)
     assert "trial 2" not in output
 
 
 @pytest.mark.filterwarnings("ignore::Warning")  # Optuna 2 is older than its libraries
 @pytest.mark.skipif(not find_spec("optuna"), reason="Optuna is not installed; it is in .[sweep]")
-def test_optuna_searches_on_after_a_failed_trial(sweep, tmp_path, capfd):
+@pytest.mark.parametrize(("metric", "pick"), [("loss", min), ("samples_per_s", max)])
+def test_optuna_searches_on_after_a_failed_trial(metric, pick, sweep, tmp_path, capfd):
     words = ["optim.lr=interval(0.1,0.9)", "seed=choice(0,4)", "hydra.sweeper.n_trials=6"]
-    sweep("hydra/sweeper=search", "sweep_metric=loss", *words)
-    losses = [read_object(file)["loss"] for file in tmp_path.glob("sweep/*/summary.json")]
-    finite = [loss for loss in losses if loss is not None]
-    assert 0 < len(finite) < len(losses) == 6
+    search = ["hydra/sweeper=search", f"sweep_metric={metric}"]
+    sweep(*search, *words)
+    values = [read_object(file)[metric] for file in tmp_path.glob("sweep/*/summary.json")]
+    finite = [value for value in values if value is not None]
+    assert 0 < len(finite) < len(values) == 6
     results = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
-    assert results["best_value"] == min(finite)
+    assert results["best_value"] == pick(finite)
     with pytest.raises(SystemExit, match="1"):
-        sweep(
-            "hydra/sweeper=search",
-            "sweep_metric=loss",
-            "seed=4",
-            words[0],
-            "hydra.sweeper.n_trials=2",
-        )
+        sweep(*search, "seed=4", words[0], "hydra.sweeper.n_trials=2")
     assert capfd.readouterr().err.endswith(
         "error: every trial of the sweep failed; the lines above say why.\n"
     )
@@ -151,7 +152,9 @@ def test_a_sweep_that_cannot_compare_its_trials_is_refused(tmp_path, monkeypatch
     with expect_refusal("holds a run with other settings"):
         refuse_other_run(composed)
     with expect_refusal("sweep_metric=null; choose eval_loss, loss, samples_per_s"):
-        refuse_trial(compose(), "search")
+        refuse_sweep(compose().cfg, "search", {})
+    with expect_refusal("direction=maximize looks for the worst loss; set .*=minimize"):
+        refuse_sweep(composed.cfg, "search", {"direction": "maximize"})
     monkeypatch.setenv("WORLD_SIZE", "2")
     with expect_refusal("WORLD_SIZE=2"):
-        refuse_trial(composed, "basic")
+        refuse_sweep(composed.cfg, "basic", {})
