@@ -33,6 +33,7 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     """
     from common.clock import CLOCK
     from common.environment import connect, seed
+    from common.files import go_on_without
     from evaluation.evaluator import TrainingDistances  # imported here: torch slows down --help
     from training.assemble import assemble, describe_run, restore
     from training.checkpoint.snapshots import prepare_snapshots, save_snapshot_if_due
@@ -88,7 +89,9 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     def draw() -> None:
         assert autoencoder
         file = run.folder / f"samples/step-{state.step}.png"
-        logger.image("sample_grid", draw_sample_grid(training, autoencoder, file), state.samples)
+        with go_on_without(file.parent):
+            draw_sample_grid(training, autoencoder, file)
+            logger.image("sample_grid", file, state.samples)
 
     # 5. Loop: score, report, draw and save if due after the last step, then take the next step.
     stop_request = StopRequest(

@@ -15,13 +15,13 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from common.files import write_atomically
+from common.files import go_on_without, write_atomically
 from common.text import is_figure, to_json
 
 TIME_FILE = "time.json"
@@ -153,7 +153,7 @@ class Clock:
     def write(self, file: Path, saved_step: int | None = None, now: bool = True) -> None:
         """Writes the run's seconds by kind to `file`. `saved_step` is the step of the checkpoint
         that the run has just saved, or None. If `now` is false, writes at most every
-        `WRITE_INTERVAL_SECONDS`. Ignores disk errors."""
+        `WRITE_INTERVAL_SECONDS`. An error of the disk causes a warning."""
         if not now and time.perf_counter() - self.written < WRITE_INTERVAL_SECONDS:
             return
         seconds = self.account
@@ -167,7 +167,7 @@ class Clock:
             "seconds": seconds,
             "reached": self.reached,
         }
-        with suppress(OSError):
+        with go_on_without(file):
             write_atomically(file, to_json(record) + "\n")
 
 

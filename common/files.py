@@ -1,10 +1,17 @@
 """Writes files so that a kill or a power cut leaves the old or the new content, and locks folders,
-or parts of folders, for one process."""
+or parts of folders, for one process.
+
+All other modules write files through this one, which follows no link: where a file is to be written
+and a link has its name, the file replaces the link, and the link's target stays as it is. Links to
+folders are followed. metrics.jsonl, and the log of benchmarks, are appended to by their modules,
+which replace them first. A few modules write to a temporary folder that they have just made.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -13,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from common.errors import UserError
 
@@ -27,21 +34,27 @@ LOCK_PARTS = 2**30
 
 def write_atomically(file: Path, text: str) -> None:
     """Replaces the content of `file` by `text`, all or nothing."""
-    with replace_file(file) as temporary, temporary.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with replace_file(file) as temporary:
+        temporary.write_text(text)
+
+
+def create_file(file: Path) -> BinaryIO:
+    """Opens a new file, for bytes. If a file or a link has this name, removes it first."""
+    file.unlink(missing_ok=True)
+    return file.open("xb")
 
 
 @contextlib.contextmanager
 def replace_file(file: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file, which the `with` block must write and flush to disk, and
-    renames that file to `file` at the end. If the block fails, removes the temporary file."""
+    """Yields the path of a new temporary file, which the `with` block must write; then flushes that
+    file to disk and renames it to `file`. If the block fails, removes the temporary file."""
     temporary = file.with_name(file.name + ".tmp")
     try:
+        create_file(temporary).close()
         yield temporary
+        sync_path(temporary)
         rename(temporary, file)
-        sync_folder(file.parent)
+        sync_path(file.parent)
     except OSError as error:
         # Add the file's name, so that the error message can name the file: `write` leaves it out,
         # for example if the disk is full.
@@ -111,13 +124,13 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         with contextlib.suppress(PermissionError):  # the parent may lack read permission
-            sync_folder(folder.parent)
+            sync_path(folder.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flushes a folder's list of files to disk, so that renames in the folder survive a power cut;
-    does nothing if the file system cannot flush folders."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Flushes a file to disk, or a folder's list of files, so that renames in the folder survive a
+    power cut; does nothing if the file system cannot flush folders."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -176,7 +189,8 @@ class FolderLock:
 
 def lock_folder(folder: Path, refusal: str, start: int = 0, length: int = 0) -> FolderLock:
     """Locks an existing folder for this process. Raises UserError with the message `refusal` if
-    another process holds the lock; only warns if the file system has no locks.
+    another process holds the lock, and with another one if the lock file is a link; only warns if
+    the file system has no locks.
 
     Processes that share the work in a folder each lock `length` of its `LOCK_PARTS` parts, from
     part `start` on; a length of 0 means all that follow. A part is a byte of the lock file, which
@@ -187,7 +201,10 @@ def lock_folder(folder: Path, refusal: str, start: int = 0, length: int = 0) -> 
     """
     import fcntl  # imported here, as only POSIX systems have fcntl
 
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    file = folder / LOCK_FILE
+    if file.is_symlink():
+        raise UserError(f"{file} is a link, and a lock must be a file; delete the link.")
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     lock = FolderLock(descriptor)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
@@ -213,11 +230,21 @@ def lock_folder(folder: Path, refusal: str, start: int = 0, length: int = 0) -> 
 def write_to_cache(file: Path, content: Any) -> None:
     """Writes `content` as JSON to a cache file. If writing fails, only warns that the next run must
     compute `content` again."""
-    try:
+    with go_on_without(file, "the next run repeats this work"):
         make_folder(file.parent)
         write_json(file, content)
+
+
+@contextlib.contextmanager
+def go_on_without(file: Path, consequence: str = "the run continues without it") -> Iterator[None]:
+    """Runs the `with` block, which writes a file, or a file in the folder `file`, that no run
+    depends on. If an OSError ends the block, only warns of the consequence, once."""
+    try:
+        yield
     except OSError as error:
-        warnings.warn(
-            f"{file} cannot be written ({error.strerror}), so the next run repeats this work.",
-            stacklevel=2,
-        )
+        warn_once(f"{file} cannot be written ({error.strerror or error}); {consequence}.")
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)

@@ -23,7 +23,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import hash_content, hash_file, read_object, rename, sync_folder, write_atomically
+from common.files import (
+    create_file,
+    hash_content,
+    hash_file,
+    read_object,
+    rename,
+    sync_path,
+    write_atomically,
+)
 from data.manifest import Block, Shard
 
 Item = TypeVar("Item")
@@ -114,7 +122,7 @@ class ShardWriter:
         self.split: Any = split
         self.block_size = block_size
         self.temporary = file.with_name(f"{file.name}.tmp")
-        self.stream = self.temporary.open("wb")
+        self.stream = create_file(self.temporary)
         self.tar = tarfile.TarFile(fileobj=self.stream, mode="w")
         self.pending: dict[str, Tensor] = {}
         self.blocks: list[Block] = []
@@ -174,7 +182,7 @@ class ShardWriter:
         self.stream.close()
         digest = hash_file(self.temporary)
         rename(self.temporary, self.file)
-        sync_folder(self.file.parent)
+        sync_path(self.file.parent)
         count = sum(block.samples for block in self.blocks)
         return Shard(self.file.name, self.split, count, size, digest, self.blocks)
 

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from common.files import replace_file
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -86,7 +88,7 @@ def write_grid(
     a whole factor.
 
     `names`, one for each row of images, go into a margin on the left, and `note` into a line below;
-    without names, `note` is not written.
+    without names, `note` is not written. Raises OSError if the file cannot be written.
     """
     from PIL import Image, ImageOps
 
@@ -102,7 +104,8 @@ def write_grid(
     picture = ImageOps.scale(picture, factor, Image.Resampling.NEAREST)
     if names:
         picture = add_names(picture, names, note)
-    picture.save(path)
+    with replace_file(path) as temporary:
+        picture.save(temporary, "PNG")
 
 
 def add_names(picture: Image, names: Sequence[str], note: str) -> Image:

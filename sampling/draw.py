@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from common.config.schema import Device, LedgerLength, Positive, Solver, refuse_values
 from common.errors import UserError
 from common.files import (
+    LOCK_FILE,
     FolderLock,
     hash_file,
     lock_folder,
@@ -25,7 +26,7 @@ from common.files import (
     read_object,
     refuse_changes,
     rename,
-    sync_folder,
+    sync_path,
     write_json,
 )
 
@@ -362,7 +363,7 @@ class ResumableChunks:
                 "or set XDG_CACHE_HOME where it is a cache."
             ) from error
         except ValueError:
-            if not self.waits:
+            if not self.waits or (self.folder / LOCK_FILE).is_symlink():
                 raise
         return self.lock is not None
 
@@ -401,7 +402,7 @@ class ResumableChunks:
         try:
             sha256 = write_tensors(temporary, tensors, {})["sha256"]
             rename(temporary, self.folder / f"{number:06d}-{sha256[:32]}.safetensors")
-            sync_folder(self.folder)
+            sync_path(self.folder)
         except OSError as error:
             raise UserError(
                 f"{self.folder}: piece {number} cannot be written ({error.strerror}); finished "

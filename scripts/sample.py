@@ -30,7 +30,7 @@ from PIL import Image
 
 from common.config.paths import refuse_drawing
 from common.errors import UserError
-from common.files import hash_content, replace_file, write_json
+from common.files import create_file, hash_content, replace_file, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
 from scripts.commands import run_command
 
@@ -142,7 +142,8 @@ def write_pngs(folder: Path, chunks: ResumableChunks) -> None:
         for i, label, image in zip(chunks.parts[number], labels, images, strict=True):
             file = folder / f"{label:04d}" / f"{i:06d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(file)
+            with create_file(file) as stream:
+                Image.fromarray(image).save(stream, "PNG")
 
 
 def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: SampleJob) -> None:

@@ -16,7 +16,7 @@ from accel.sharding import list_grads, total_norm
 from common.distributed.exit import Request
 from common.environment import memory_of
 from common.errors import DISK_ERRNOS, UserError, is_out_of_memory
-from common.files import make_folder, write_json
+from common.files import create_file, make_folder, write_json
 from common.memory import GIB
 from training.assemble import Training
 from training.checkpoint.load import describe_resume
@@ -121,7 +121,7 @@ def explain_failures(training: Training, folder: Path) -> Iterator[None]:
     if first:
         with suppress(OSError):
             make_folder(folder)
-            (folder / RUNNING_FILE).touch()
+            create_file(folder / RUNNING_FILE).close()
 
     try:
         yield

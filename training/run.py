@@ -24,6 +24,7 @@ from common.environment import choose_folder, describe_environment
 from common.errors import READ_ERRORS, UserError
 from common.files import (
     FolderLock,
+    go_on_without,
     lock_folder,
     make_folder,
     read_object,
@@ -162,10 +163,16 @@ class RunFolder:
 
     def write_file(self, name: str, content: Any) -> None:
         """Writes `content` as the JSON file `name` in the run folder; first creates the folder if
-        it does not exist. All ranks must call it."""
+        it does not exist. All ranks must call it. Raises OSError if the file cannot be written."""
         self.ranks.broadcast_result(self.claim_folder)
         if self.ranks.first:
             write_json(self.folder / name, replace_non_finite(content))
+
+    def write_record(self, name: str, content: Any) -> None:
+        """Does what `write_file` does, for a file that no later start needs: if it cannot be
+        written, the run continues, with a warning."""
+        with go_on_without(self.folder / name):
+            self.write_file(name, content)
 
     @CLOCK.count_as("warm_up")
     def apply_measurements(self) -> TrainConfig:
@@ -216,14 +223,16 @@ class RunFolder:
         starts."""
         ledger += [make_ledger_row(self.choices)] if self.choices else []
         rows = ledger.as_dict()
-        self.write_file("environment.json", self.environment)
-        self.write_file("ledger.json", rows)
+        self.write_record("environment.json", self.environment)
+        self.write_record("ledger.json", rows)
         if not self.ranks.first:
             return
 
         # Show the ledger, and pass it to the logger with the configuration.
         config = self.composed.source
-        write_atomically(self.folder / "config.yaml", to_yaml(config))
+        file = self.folder / "config.yaml"
+        with go_on_without(file):
+            write_atomically(file, to_yaml(config))
         table = ledger.format_table(self.cfg.ledger)
         print(
             f"\nledger ({self.device}: {self.environment['hardware']})\n{table}\n\n"
@@ -376,7 +385,7 @@ class RunFolder:
             "run_dir": str(self.folder),
             "format": FORMAT_VERSION,
         }
-        self.write_file("summary.json", summary)
+        self.write_record("summary.json", summary)
         return summary
 
     def show_rehearsal(self) -> None:

@@ -44,18 +44,19 @@ def pack_photos(words: Words) -> None:
     refuse_missing("encoder", cfg.encoder, "name the folder of an autoencoder")
     images = list_images(cfg.source)
     decoded = DecodedImages(images.entries, 128)
-    with replace_file(PACKED) as temporary, ZipFile(temporary, "w", ZIP_DEFLATED) as packed:
+    with replace_file(PACKED) as temporary, ZipFile(temporary, "w", ZIP_DEFLATED) as archive:
         for i, entry in enumerate(images.entries):
             _, pixels = decoded[i]
             if not isinstance(pixels, Tensor):
                 raise UserError(f"source={cfg.source}: {pixels}; remove or mend it.")
-            with packed.open(f"pictures/{images.class_names[entry.label]}/{i:06}.jpg", "w") as file:
+            name = f"pictures/{images.class_names[entry.label]}/{i:06}.jpg"
+            with archive.open(name, "w") as stream:
                 Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(
-                    file, "JPEG", quality=70, optimize=True, progressive=True
+                    stream, "JPEG", quality=70, optimize=True, progressive=True
                 )
 
         for file in Path(cfg.encoder).iterdir():
-            packed.write(file, f"encoder/{file.name}")
+            archive.write(file, f"encoder/{file.name}")
     print(f"{PACKED} has {len(decoded)} pictures")
 
 

@@ -32,7 +32,14 @@ import torch
 from common import workers
 from common.environment import describe_environment
 from common.errors import UserError
-from common.files import find_cache_folder, lock_folder, make_folder, replace_file, write_json
+from common.files import (
+    find_cache_folder,
+    lock_folder,
+    make_folder,
+    replace_file,
+    write_atomically,
+    write_json,
+)
 from common.text import shorten_error
 from scripts.bench import Case, Figures, Words
 from scripts.bench.cases import Job, hash_code
@@ -290,7 +297,7 @@ def open_runner(out: str, limit: float = inf, seconds: float = inf) -> Iterator[
     make_folder(folder)
     refusal = f"out={out}: another bench measures into it; wait for it, or stop it."
     with lock_folder(folder, refusal):
-        (folder / "log.txt").write_text("")
+        write_atomically(folder / "log.txt", "")
         runner = Runner(folder, limit, began + seconds)
         try:
             yield runner

@@ -17,7 +17,7 @@ from accel.ledger import AUTO, Ledger
 from accel.stack import AccelerationStack
 from common.config.schema import KERNEL_KEYS
 from common.environment import pick_device
-from common.files import make_folder
+from common.files import make_folder, replace_file
 from common.text import format_table
 from scripts.bench import BenchConfig, Case, Figures, Words
 from scripts.capabilities import measure_rates
@@ -213,5 +213,6 @@ def write_profile(case: Case, cfg: BenchConfig) -> Figures:
     text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=50)
     file = Path(cfg.out).expanduser() / f"{cfg.name}.trace.json"
     make_folder(file.parent)
-    profiler.export_chrome_trace(str(file))
+    with replace_file(file) as temporary:
+        profiler.export_chrome_trace(str(temporary))
     return {"trace": file.name, "text": text}

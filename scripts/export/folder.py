@@ -13,7 +13,7 @@ from torch import nn
 
 from common.config.build import resolve_target
 from common.errors import UserError
-from common.files import write_json
+from common.files import write_atomically, write_json
 from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
 from scripts.export.source import join_sources
@@ -69,7 +69,7 @@ def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) 
             kind = [AUTOENCODING, AUTOENCODER]
             config = {"sizes": config, "branches": branches}
             source = join_sources(f"An autoencoder{ORIGIN}", CLASSES_MODULE + AUTOENCODER)
-            (folder / f"vae/{AUTOENCODING}.py").write_text(source)
+            write_atomically(folder / f"vae/{AUTOENCODING}.py", source)
         write_json(folder / "vae/config.json", {"_class_name": kind[1], **VERSION, **config})
         index["vae"] = kind
 
@@ -78,9 +78,9 @@ def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) 
     if trained.text_level != "none" and trained.spec.text is not None:
         kinds.insert(0, trained.spec.text.encoder["_target_"])
     source = join_sources(f"Draws images with a denoiser of latents{ORIGIN}", *kinds)
-    (folder / "pipeline.py").write_text(source)
+    write_atomically(folder / "pipeline.py", source)
     write_json(folder / "model_index.json", index)
-    (folder / "README.md").write_text(card)
+    write_atomically(folder / "README.md", card)
 
 
 def write_transformer(part: Path, trained: TrainedModel) -> None:
@@ -121,7 +121,7 @@ def write_transformer(part: Path, trained: TrainedModel) -> None:
     }
     config = {"_class_name": TRANSFORMER, **VERSION, **list_sizes(spec), **arguments, **AUTO_MAP}
     part.mkdir()
-    (part / f"{MODELLING}.py").write_text(source)
+    write_atomically(part / f"{MODELLING}.py", source)
     write_json(part / "config.json", config | {"latents": latents})
     write_tensors(part / "diffusion_pytorch_model.safetensors", trained.model.state_dict(), {})
 

@@ -27,7 +27,7 @@ from common.environment import (
     pick_device,
 )
 from common.errors import UserError
-from common.files import read_object
+from common.files import read_object, write_atomically
 from common.memory import GIB
 from common.text import format_table, is_figure
 from scripts.plan.changes import (
@@ -237,7 +237,7 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     text = f"# The fastest of {len(tried)} on {hardware}, for: {' '.join(words)}\n"
     if steps is not None:
         text += f"# It goes with accumulation_steps={steps}.\n"
-    file.write_text(text + to_yaml({"defaults": [base, "_self_"]} | runtime))
+    write_atomically(file, text + to_yaml({"defaults": [base, "_self_"]} | runtime))
     rows = [(r["words"], r["step_ms"], r["steps"] or None, r["note"]) for r in tried]
     listed = format_table([("candidate", "ms/step", "steps", ""), *rows])
     return f"{listed}\n\n{choice['words']}: written to {file}"

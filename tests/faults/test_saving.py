@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.config.compose import compose
-from common.files import rename, write_atomically
+from common.files import create_file, make_folder, rename
 from tests.harness.limits import lock_elsewhere
 from tests.harness.outcomes import (
     TWELVE_STEPS,
@@ -34,6 +34,7 @@ from training.checkpoint.files import DTYPE_NAMES, write_tensors
 from training.checkpoint.load import hash_from_disk
 from training.checkpoint.save import Checkpoints, Save
 
+TWO_PICTURES = ["sample_every=6", "sampling.steps=1"]
 BACKGROUND = pytest.mark.parametrize("background", [True, slow(False)])
 
 
@@ -43,6 +44,17 @@ def start_run(folder, *words):
 
 def refuse_space(*_):
     raise OSError(errno.ENOSPC, "No space left on device", "ema.safetensors")
+
+
+def refuse_files(monkeypatch, wanted):
+    """Leaves no space for new files of which `wanted` is true."""
+
+    def create(file):
+        if wanted(file):
+            refuse_space()
+        return create_file(file)
+
+    monkeypatch.setattr("common.files.create_file", create)
 
 
 @pytest.fixture
@@ -111,12 +123,7 @@ def test_a_disk_that_fills_up_in_a_save(share, background, saved, run_whole, mon
 )
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
 def test_the_last_files_of_a_save(name, tmp_path, monkeypatch):
-    def write(file, text):
-        if file.name == name and file.parent.name.startswith("step-4"):
-            refuse_space()
-        write_atomically(file, text)
-
-    monkeypatch.setattr("common.files.write_atomically", write)
+    refuse_files(monkeypatch, lambda file: f"/step-4.tmp/{name}" in str(file))
     with expect_refusal(r"step-4 cannot be saved \(No space.*continues from step-2; \d+ samples"):
         start_run(tmp_path / "run")
     assert_newest_loads(tmp_path / "run")
@@ -128,9 +135,37 @@ def test_the_last_files_of_a_save(name, tmp_path, monkeypatch):
 )
 def test_a_full_disk_before_and_beside_saves(saved):
     fill(saved.parent, leave=0)
-    with expect_refusal(r"environment.json cannot be written \(No space .*continues from step-2"):
+    warned = pytest.warns(UserWarning, match=r"cannot be written \(No space .*continues without it")
+    with warned, expect_refusal(r"step-4 cannot be saved .*continues from step-2"):
         start_run(saved)
     assert_newest_loads(saved)
+
+
+def test_only_checkpoints_need_room(run_whole, tmp_path, monkeypatch):
+    """What else cannot be written is told once."""
+    refuse_files(monkeypatch, lambda file: "checkpoints" not in file.parts)
+    with pytest.warns(UserWarning, match="continues without it") as told:
+        start_run(tmp_path, *TWO_PICTURES)
+    names = "config.yaml environment.json ledger.json metrics.jsonl samples summary.json time.json"
+    assert sorted(str(w.message).split()[0].split("/")[-1] for w in told) == names.split()
+    assert read_outcome(tmp_path) == read_outcome(run_whole())
+
+
+def test_a_run_writes_through_no_link(tmp_path):
+    names = (
+        "running metrics.jsonl metrics.jsonl.tmp time.json.tmp config.yaml.tmp ledger.json.tmp "
+        "environment.json.tmp summary.json.tmp samples/step-12.png samples/step-12.png.tmp "
+        "averages/samples-96-0.05.safetensors.tmp averages/samples-96-0.10.safetensors .lock"
+    )
+    for name in names.split():
+        link = tmp_path / name
+        make_folder(link.parent)
+        link.symlink_to(tmp_path / "target")
+    with expect_refusal(r"\.lock is a link"):
+        start_run(tmp_path)
+    link.unlink()
+    start_run(tmp_path, "ema.snapshots=1", *TWO_PICTURES)
+    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.fault(

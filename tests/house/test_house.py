@@ -8,6 +8,7 @@ import tokenize
 from collections import Counter
 
 import pytest
+import yaml
 
 from accel.stack import TECHNIQUES
 from common.files import ROOT
@@ -196,6 +197,21 @@ def test_no_loader_of_another_library_runs_a_folder_s_code():
     ]
     loaders = [text for text in texts if re.search(r"\.from_pretrained\(\s*folder", text)]
     assert len(loaders) == sum("trust_remote_code" in text for text in loaders) == 3
+
+
+WRITING = re.compile(
+    r"\.write_(?:text|bytes)\(|\.touch\(|\bsave_file\(|shutil\.copy\w*\(|mkstemp|O_CREAT|O_WRONLY"
+    r"|(?<!checkpoints)\.save(?:z\w*|txt|fig)?\((?!stream|temporary)|ZipFile\((?!temporary)"
+    r"|(?<!archive\.)\bopen\((?!temporary)[^()]*'[wax][bt+:]*'|memmap\([^)]*'[wr]\+|\.tofile\("
+)
+
+
+def test_one_module_opens_files_for_writing():
+    """Others write to its `temporary`, to a `stream` or to a member of an `archive`."""
+    allowed = yaml.safe_load((ROOT / "tests/assets/writers.yaml").read_text())
+    for file in CODE:
+        found = WRITING.findall(ast.unparse(parse(file)))
+        assert len(found) == allowed.get(place(file), 0), place(file)
 
 
 def test_what_contributing_names_is_there():

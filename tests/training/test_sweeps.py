@@ -43,9 +43,9 @@ def learn(composed, began):
         signal.alarm(60)  # ends a trial that hears nothing
         signal.pause()  # a signal comes before training catches signals
     if seed == 5:
-        with StopRequest() as stop:
+        with StopRequest():
             signal.pause()
-        sys.exit(RESUMABLE_EXIT_CODE if stop.name else 1)
+        sys.exit(RESUMABLE_EXIT_CODE)
     os.environ["LEAKED"] = "yes"
     summary = replace_non_finite({"loss": loss, "samples_per_s": 1 / loss})
     write_json(Path(composed.cfg.run_dir) / "summary.json", summary)

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from accel.sharding import find_first_row, to_full, to_local
 from common.distributed.ranks import Ranks
 from common.errors import UserError
+from common.files import create_file
 from common.text import shorten_error
 from common.trees import flatten, nest
 from training.state import LAYOUTS_WITH_NUMBERS, Layout
@@ -233,7 +234,7 @@ def write_tensors(
     """
     digest = hashlib.sha256()
     size = 0
-    with file.open("wb") as stream:
+    with create_file(file) as stream:
         for part in generate_bytes(tensors, metadata):
             digest.update(part)
             size += stream.write(part)

@@ -26,7 +26,7 @@ from typing import Any
 from common.clock import CLOCK
 from common.distributed.ranks import SINGLE, JointWork, Ranks
 from common.errors import UserError
-from common.files import hash_file, make_folder, rename, sync_folder, write_json
+from common.files import hash_file, make_folder, rename, sync_path, write_json
 from common.output import Progress
 from common.text import format_bytes, replace_non_finite
 from training.checkpoint.files import RANK_FILE, Staged, make_header, stage, write_tensors
@@ -110,7 +110,7 @@ class Save:
             remove_checkpoint(self.folder)
         rename(self.temporary, self.folder)
         try:
-            sync_folder(self.folder.parent)
+            sync_path(self.folder.parent)
         except OSError:
             rename(self.folder, self.temporary)
             raise

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.config.secrets import redact_words
+from common.files import write_atomically
 from common.text import shorten_error
 
 Values = Mapping[str, Any]
@@ -68,7 +69,7 @@ class WandbLogger(NoLogger):
         # run.
         id_file = folder / "wandb_id"
         if not id_file.is_file():
-            id_file.write_text(secrets.token_hex(4))
+            write_atomically(id_file, secrets.token_hex(4))
 
         # W&B refuses an empty variable, such as WANDB_SILENT=; take it as one that is not set.
         for name in list(os.environ):

@@ -23,7 +23,7 @@ from torch import Tensor
 from accel.evidence import count_graphs, explain_last_graph
 from common.clock import CLOCK
 from common.distributed.ranks import SINGLE, Ranks
-from common.files import rename, write_atomically
+from common.files import go_on_without, rename, write_atomically
 from common.text import is_figure, replace_non_finite, shorten_error, to_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -323,20 +323,22 @@ class MetricsFile:
         lines, parsed.
 
         If the file has damaged lines, also removes these lines, with a warning, and keeps the old
-        file as `<file>.damaged`.
+        file as `<file>.damaged`. Makes the file if there is none, so that `append` follows no link.
+        If the disk refuses, only warns.
         """
         file = self.file
         lines, damaged, torn = read_metrics(file)
         kept = [line for line in lines if line["step"] <= step]
         lost = damaged - torn
-        if lost:
-            backup = file.with_name(f"{file.name}.damaged")
-            rename(file, backup)
-            warnings.warn(
-                f"{file}: {lost} lines cannot be read; they are left out, and kept in {backup}.",
-                stacklevel=2,
-            )
-        if kept or file.exists():
+        with go_on_without(file):
+            if lost:
+                backup = file.with_name(f"{file.name}.damaged")
+                rename(file, backup)
+                warnings.warn(
+                    f"{file}: {lost} lines cannot be read; they are left out, and kept in "
+                    f"{backup}.",
+                    stacklevel=2,
+                )
             write_atomically(file, "".join(f"{to_json(line)}\n" for line in kept))
         return kept
 
@@ -351,17 +353,12 @@ class MetricsFile:
         not_finite = sum(line[name] is None and metrics[name] is not None for name in line)
         if not_finite:
             line["not_finite"] = not_finite
-        try:
+        text = "\n" * self.torn + to_json(line) + "\n"
+        self.torn = True
+        with go_on_without(self.file):
             with self.file.open("a") as stream:
-                stream.write("\n" * self.torn + to_json(line) + "\n")
-        except OSError as error:
-            if not self.torn:
-                warnings.warn(
-                    f"{self.file} cannot be written ({error.strerror}); the run continues, and "
-                    "lines will be missing.",
-                    stacklevel=2,
-                )
-            self.torn = True
+                stream.write(text)
+            self.torn = False
 
 
 class SafeLogger:
