@@ -90,8 +90,8 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
         assert autoencoder
         file = run.folder / f"samples/step-{state.step}.png"
         with go_on_without(file.parent):
-            draw_sample_grid(training, autoencoder, file)
-            logger.image("sample_grid", file, state.samples)
+            grid = draw_sample_grid(training, autoencoder, file)
+            logger.image("sample_grid", grid, state.samples)
 
     # 5. Loop: score, report, draw and save if due after the last step, then take the next step.
     stop_request = StopRequest(

@@ -96,9 +96,10 @@ def share_work(
 
 
 @CLOCK.count_as("sampling")
-def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> None:
+def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
     """Writes an image to `file` with a row of samples, `sampling.per_class` of them, for each of
-    ten classes or texts (`Training.grid_rows`), next to its name. Raises OSError if it cannot.
+    ten classes or texts (`Training.grid_rows`), next to its name; returns `file`. Raises OSError
+    if the file cannot be written.
 
     The noise depends only on the seed and the place in the grid, so the grids of a run show how the
     same samples change during training.
@@ -126,3 +127,4 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
         names = [rows.names[number] for number in rows.list_numbers()]
         note = rows.note_rows(len(rows.labels), len(spec.names))
         write_grid(file, torch.cat(images).numpy(), columns, names=names, note=note)
+    return file

@@ -103,10 +103,10 @@ def refuse_sweep(cfg: TrainConfig, sweeper: str, node: Mapping[str, Any]) -> Non
     direction = find_direction(cfg.sweep_metric)
     given = node.get("direction", direction)
     given = getattr(given, "name", given)
+    key = "hydra.sweeper.direction"
     if given != direction:
         raise UserError(
-            f"hydra.sweeper.direction={given} looks for the worst {cfg.sweep_metric}; set "
-            f"hydra.sweeper.direction={direction}."
+            f"{key}={given} looks for the worst {cfg.sweep_metric}; set {key}={direction}."
         )
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1":

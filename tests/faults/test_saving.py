@@ -231,7 +231,7 @@ def test_a_rename_that_happened_is_no_error(run, tmp_path, monkeypatch):
 def test_a_save_that_failed_after_its_rename_is_tried_again(run, tmp_path, monkeypatch):
     """The flush after the rename fails, and so does the first attempt to rename the folder back."""
     failures = iter([True, True])
-    sync = save.sync_folder
+    sync = save.sync_path
 
     def fail_once():
         if next(failures, False):
@@ -246,7 +246,7 @@ def test_a_save_that_failed_after_its_rename_is_tried_again(run, tmp_path, monke
             fail_once()
         rename(source, target)
 
-    monkeypatch.setattr(save, "sync_folder", sync_later)
+    monkeypatch.setattr(save, "sync_path", sync_later)
     monkeypatch.setattr(save, "rename", rename_later)
     monkeypatch.setattr(save, "RETRY_PAUSES", (0.0,))
     run("save_every=1", "total_samples=8")
