@@ -161,7 +161,7 @@ def train_apart(train: Callable[[Composed, float], Any], composed: Composed) -> 
             if stop.name:
                 process.terminate()
             process.join(POLL_SECONDS)
-    code = process.exitcode
+    code = process.exitcode or 0
     if stop.name or code == RESUMABLE_EXIT_CODE:
         return {0: "ended", RESUMABLE_EXIT_CODE: "stopped"}.get(code, f"ended with code {code}")
     if code:
