@@ -7,7 +7,6 @@ process that has used CUDA cannot use CUDA.
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 import time
@@ -66,7 +65,7 @@ def run_trial(train: Callable[[Composed, float], Any], source: DictConfig) -> fl
         summary = read_object(Path(cfg.run_dir) / "summary.json")
         name = cfg.sweep_metric or ("loss" if summary.get("eval_loss") is None else "eval_loss")
         value = summary[name]
-        if value is None or not math.isfinite(value):
+        if value is None:
             raise UserError(f"{name} is not finite at the end of run_dir={cfg.run_dir}.")
     except Exception as error:
         message = redact_text(describe_failure(error) or repr(error))
