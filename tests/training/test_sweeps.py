@@ -45,6 +45,7 @@ def learn(composed, began):
     if seed == 5:
         with StopRequest():
             signal.pause()
+    if seed in (5, 8):
         sys.exit(RESUMABLE_EXIT_CODE)
     os.environ["LEAKED"] = "yes"
     summary = replace_non_finite({"loss": loss, "samples_per_s": 1 / loss})
@@ -111,7 +112,7 @@ def test_a_sweep_ends_with_a_table_also_if_a_trial_fails(sweep, monkeypatch, cap
     assert capfd.readouterr().out.splitlines() == [*rows, "trial 2  loss 0.75  optim.lr=0.75"]
 
 
-@pytest.mark.parametrize(("seed", "ending"), [(5, "stopped"), (6, "ended")])
+@pytest.mark.parametrize(("seed", "ending"), [(5, "stopped"), (6, "ended"), (8, "stopped")])
 def test_a_signal_ends_the_sweep_and_not_one_trial(seed, ending, sweep, capfd):
     """Also one that comes before the trial catches signals; and it says how the trial ended."""
     with pytest.raises(SystemExit, match=str(RESUMABLE_EXIT_CODE)):
@@ -146,11 +147,16 @@ def test_a_trial_continues_that_trains_on_from_a_base(tmp_path):
     refuse_other_run(compose(words))
 
 
-def test_a_sweep_that_cannot_compare_its_trials_is_refused(tmp_path, monkeypatch):
-    composed = compose(["sweep_metric=loss", f"run_dir={tmp_path}"])
-    (tmp_path / "config.yaml").write_text("seed: 7\n")
-    with expect_refusal("holds a run with other settings"):
-        refuse_other_run(composed)
+def test_a_trial_continues_no_other_run(sweep, tmp_path, capfd):
+    (tmp_path / "sweep/0").mkdir(parents=True)
+    (tmp_path / "sweep/0/config.yaml").write_text("seed: 7\n")
+    with pytest.raises(SystemExit, match="1"):
+        sweep("seed=0")
+    assert "holds a run with other settings" in capfd.readouterr().err
+
+
+def test_a_sweep_that_cannot_compare_its_trials_is_refused(monkeypatch):
+    composed = compose(["sweep_metric=loss"])
     with expect_refusal("sweep_metric=null; choose eval_loss, loss, samples_per_s"):
         refuse_sweep(compose().cfg, "search", {})
     with expect_refusal("direction=maximize looks for the worst loss; set .*=minimize"):
