@@ -13,6 +13,7 @@ import json
 
 import torch
 from jaxtyping import UInt8
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from data.blocks import BlockReader, DamagedBlockError, describe_tensor
@@ -20,6 +21,8 @@ from data.caption_table import CaptionTable
 from data.manifest import Manifest
 from data.source import Source
 from data.spec import TextSpec
+
+TEXTS = TypeAdapter(list[str])
 
 
 class CaptionBlockReader(BlockReader):
@@ -40,7 +43,7 @@ class CaptionBlockReader(BlockReader):
             "pooled": describe_tensor((samples, spec.width), torch.float16),
             "tokens": describe_tensor((samples, spec.max_tokens, spec.width), token_dtype),
             "lengths": describe_tensor((samples,), torch.int32),
-            "text": describe_tensor((len(tensor),), torch.uint8),
+            "text": describe_tensor((tensor.numel(),), torch.uint8),
         }[name]
         actual = describe_tensor(tensor.shape, tensor.dtype)
         if actual != expected:
@@ -73,7 +76,16 @@ def read_captions(
     for number, place in enumerate(reader.places):
         block = reader.read_verified(number)
         rows = slice(place.first, place.first + place.block.samples)
-        table.texts[rows] = json.loads(block["text"].numpy().tobytes())
+        try:
+            texts = TEXTS.validate_json(block["text"].numpy().tobytes())
+        except ValidationError:
+            texts = []
+        if len(texts) != place.block.samples:
+            raise DamagedBlockError(
+                f"{reader.source}/{place} holds text that is no JSON list of its captions; "
+                f"{reader.remedy}."
+            )
+        table.texts[rows] = texts
         for name in names:
             table.columns._asdict()[name][rows] = block[name]
     return table

@@ -72,12 +72,20 @@ def test_a_run_of_classes_reads_no_captions(folder):
         resident(folder, text="pooled")
 
 
+WRONG_TEXTS = b"""{ 5 null [] ["a","a","a","a","a","a","a"] ["a","a","a","a","a","a","a","a","a"]
+[1,1,1,1,1,1,1,1] [["a"],["a"],["a"],["a"],["a"],["a"],["a"],["a"]] ["a","a","a","a","a","a","a",0]
+""".split()
+"""Wrong texts of a block of eight captions."""
+
+
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
         ("", 0, "is damaged: its sha256 differs"),
         ("pooled", 0.0, "holds a caption whose vector is zero"),
         ("lengths", 99, "holds captions of more than"),
+        *(("text", [*text], "holds text") for text in WRONG_TEXTS),
+        ("text", 5, "holds text"),
     ],
 )
 def test_damaged_captions_stop_a_run_and_are_found(name, value, sentence, monkeypatch, tmp_path):
@@ -86,7 +94,9 @@ def test_damaged_captions_stop_a_run_and_are_found(name, value, sentence, monkey
 
     def encode_wrong(self, texts):
         block = encode(self, texts)
-        if name:
+        if name == "text":
+            block[name] = torch.tensor(value, dtype=torch.uint8)
+        elif name:
             block[name][3] = value
         return block
 
@@ -94,9 +104,10 @@ def test_damaged_captions_stop_a_run_and_are_found(name, value, sentence, monkey
     folder = save_captioned_set(tmp_path, 20, 16)
     if not name:
         flip_byte(folder / "captions-00000.tar", 2000)
-    for on_corrupt in ("error", "skip"):
-        with expect_refusal(sentence):
-            resident(folder, text="tokens", on_corrupt=on_corrupt)
+    for kind in ("resident", "webdataset"):
+        for on_corrupt in ("error", "skip"):
+            with expect_refusal(sentence):
+                LOADERS[kind](folder, text="tokens", on_corrupt=on_corrupt)
     problem = next(line for line in verify(VerifyConfig(str(folder), count=0)) if sentence in line)
     assert "of captions)" in problem
 
