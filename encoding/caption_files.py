@@ -51,7 +51,8 @@ class Names:
 
 class CaptionReader:
     """Reads the captions of a source's images, and counts in `unused` the files of captions that
-    belong to no image or hold no caption.
+    belong to no image or hold no caption, and in `outside` the links out of the source, also those
+    to images.
 
     `lines` says whether each line of a text is a caption, or the whole text is one; None: each
     line, but the whole text if it has an empty line between others, which separates paragraphs.
@@ -62,6 +63,7 @@ class CaptionReader:
         self.lines = lines
         self.extensions = CAPTION_EXTENSIONS if wanted else ()
         self.unused = Unused()
+        self.outside = Unused()
         self.paragraphs: set[str] = set()
         """Texts with an empty line between others, each taken as one caption."""
         self.files = Names()
@@ -132,6 +134,8 @@ class CaptionReader:
         for image, rows in self.rows.values.items():
             if self.claimed.isdisjoint(rows):
                 self.unused.add(f"rows of {rows[0][0]} that name no image", image)
+        if self.outside.kinds:
+            images.notes.append(f"links out of the source, which are followed: {self.outside}")
         if self.paragraphs:
             images.notes.append(
                 f"{len(self.paragraphs)} texts have an empty line between others, as "

@@ -22,7 +22,6 @@ from encoding.images import (
     EXTENSIONS,
     ImageEntry,
     ImageList,
-    Unused,
     describe_kind,
     escape_name,
     is_image,
@@ -138,9 +137,11 @@ def list_images(
     return images
 
 
-def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
+def walk_files(root: Path, reader: CaptionReader) -> Iterator[tuple[str, int]]:
     """Yields (path relative to `root`, size in bytes) of every plain file below `root` that is not
-    hidden. Follows symlinks, except those that lead back to a folder that contains them."""
+    hidden. Follows symlinks, except those that lead back to a folder that contains them, and counts
+    in `reader.outside` those that lead out of `root`."""
+    unused = reader.unused
     status = root.stat()
     todo = [("", {(status.st_dev, status.st_ino)})]
     while todo:
@@ -158,6 +159,11 @@ def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                         raise
                     unused.add("symlinks to nothing or in a circle", name)
                     continue
+
+                if entry.is_symlink() and not (
+                    Path(entry.path).resolve().is_relative_to(root.resolve())
+                ):
+                    reader.outside.add(PurePosixPath(name).suffix or "folders", name)
 
                 # Compare folders by device and inode, not by path: a symlink that leads back to a
                 # folder has another path.
@@ -241,7 +247,7 @@ def sort_files(path: Path, reader: CaptionReader) -> tuple[list[Path], dict[str,
     unused = reader.unused
     tars = []
     images: dict[str, Files] = {}
-    for name, size in walk_files(path, unused):
+    for name, size in walk_files(path, reader):
         top, slash, _ = name.partition("/")
         extension = PurePosixPath(name).suffix.lower()
         if extension == ".tar" and not slash:
@@ -276,9 +282,7 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
             f"source={path} holds {join_few(splits)}, which are parts of a set and no classes; "
             f"name {suggest_splits(path, splits)}."
         )
-    doubtful = [
-        name for name in names if SPLIT_NAME.fullmatch(name) or POSSIBLE_SPLIT_NAME.fullmatch(name)
-    ]
+    doubtful = [name for name in names if name in splits or POSSIBLE_SPLIT_NAME.fullmatch(name)]
     notes = []
     if doubtful:
         notes.append(f"{join_few(doubtful)} among the class folders: parts of a set, or classes?")

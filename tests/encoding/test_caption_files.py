@@ -13,7 +13,7 @@ from data.manifest import read_manifest
 from encoding.caption_files import CaptionReader, fill_templates
 from encoding.sources import list_images
 from models.text_encoders import HubTextEncoder, WordLlama
-from tests.harness.captions import read_table, save_bert
+from tests.harness.captions import read_table, save_bert, save_text
 from tests.harness.foreign import read_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import PNG, flip_byte, read_contents, save_files
@@ -55,6 +55,19 @@ def test_columns_of_datasets(tmp_path):
     saved.rename_column("text", "words").save_to_disk(tmp_path / "two")
     with expect_refusal("has no column of captions"):
         list_captions(tmp_path / "two")
+
+
+def test_links_out_of_the_source_are_followed_and_counted(tmp_path):
+    source = save_text(tmp_path / "photos", a="one")
+    save_text(tmp_path / "other", b="two")
+    for name in ("other/b.png", "other/b.txt", "other", "photos/a.png"):
+        (source / name.replace("/", "-")).symlink_to(tmp_path / name)
+    listed = list_images(source, "none", reader=CaptionReader())
+    assert listed.entries[1].captions == ("two",)
+    assert listed.notes == [
+        "links out of the source, which are followed: 1 .png (e.g. other-b.png); 1 .txt (e.g. "
+        "other-b.txt); 1 folders (e.g. other)"
+    ]
 
 
 def test_templates_of_class_names(tmp_path):
