@@ -22,6 +22,7 @@ from common.config.compose import (
     Composed,
     compose_from_hydra,
     describe_failure,
+    list_hydra_words,
     parse_yaml,
     read_config,
     report_user_errors,
@@ -49,7 +50,7 @@ def run_trial(train: Callable[[Composed, float], Any], source: DictConfig) -> fl
     function says so and raises SystemExit, which ends the sweep.
     """
     hydra = HydraConfig.get()
-    words = redact_words(list(hydra.overrides.task))
+    words = redact_words(list_hydra_words())
     trial = f"trial {hydra.job.num} ({' '.join(words)})"
     source["run_dir"] = os.path.join(hydra.sweep.dir, str(hydra.sweep.subdir))
     try:

@@ -159,10 +159,16 @@ def compose_from_hydra(source: DictConfig) -> Composed:
     """Checks and returns the configuration that `hydra.main` composed. UserError for an invalid
     value, and for a path in the configuration that does not exist or lacks the expected files (see
     `refuse_paths`)."""
-    hydra = HydraConfig.get()
-    composed = resolve_config(source, hydra.runtime.choices, list(hydra.overrides.task))
+    choices = HydraConfig.get().runtime.choices
+    composed = resolve_config(source, choices, list_hydra_words())
     refuse_paths(composed.cfg)
     return composed
+
+
+def list_hydra_words() -> Any:
+    """Lists the overrides of the configuration that `hydra.main` composed, as they were typed: the
+    list of OmegaConf has the values of variables in the place of words such as ${oc.env:HOME}."""
+    return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
 
 
 def resolve_config(

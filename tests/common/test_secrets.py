@@ -8,15 +8,16 @@ import pytest
 import yaml
 
 from common.config import secrets
-from common.config.compose import compose, report_user_errors
+from common.config.compose import compose, read_config, report_user_errors
 from common.config.secrets import SHAPES, redact, redact_text, redact_words
 from common.config.words import describe_unreadable
+from common.distributed.exit import run_app
 from common.errors import UserError
 from common.files import ROOT
 from common.trees import list_nodes
 from scripts.import_latents import ImportConfig
 from tests.harness.words import TINY_RUN
-from train import train
+from train import main
 
 
 @pytest.mark.fault(
@@ -25,28 +26,34 @@ from train import train
 )
 def test_secrets_stay_secret(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MY_TOKEN", "hunter2-env")
+    monkeypatch.setenv("MY_PROJECT", "canary")
+    monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
     folder = tmp_path / "run"
     nccl = "+runtime.parallel.nccl.NCCL_"
     words = [
         "logger=wandb",
         "logger.mode=offline",
+        "logger.project=${oc.env:MY_PROJECT}",
+        "fd.dinov2=${oc.env:MY_TOKEN}",
         "save_every=1",
         f"run_dir={folder}",
         f"{nccl}DEBUG=${{oc.env:MY_TOKEN}}",
         f"{nccl}SOCKET_IFNAME='password=hunter2-key'",
         f"{nccl}IB_HCA='https://me:hunter2@pass@host/x?X-Amz-Signature=hunter2-sig&a=1'",
     ]
-    monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    train(compose([*TINY_RUN, *words]))
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY_RUN, *words])
+    run_app(main)
     files = [file for file in folder.rglob("*") if file.is_file()]
     # W&B uploads the files of its own folder.
     assert {"config.yaml", "environment.json", "metrics.jsonl"} <= {file.name for file in files}
     assert ".wandb" in {file.suffix for file in files}
     for file in files:
         assert b"hunter2" not in file.read_bytes(), file
+        # W&B must know the project, and is the only one.
+        assert b"canary" not in file.read_bytes() or "wandb" in file.parts, file
     shown = capsys.readouterr()
     assert "hunter2" not in shown.out + shown.err
-    nccl = yaml.safe_load((folder / "config.yaml").read_text())["runtime"]["parallel"]["nccl"]
+    nccl = read_config(folder / "config.yaml")["runtime"]["parallel"]["nccl"]
     assert nccl["NCCL_DEBUG"] == "${oc.env:MY_TOKEN}"
     assert nccl["NCCL_SOCKET_IFNAME"] == "password=<redacted>"
 
@@ -64,7 +71,7 @@ def test_messages_are_scrubbed(capsys):
     ]
 
 
-TEXTS: dict[str, list[str]] = yaml.safe_load((ROOT / "tests/assets/secrets.yaml").read_text())
+TEXTS = yaml.safe_load((ROOT / "tests/assets/secrets.yaml").read_text())
 """Shape of a secret -> texts that have it."""
 
 
