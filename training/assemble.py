@@ -28,6 +28,7 @@ from common.errors import UserError
 from data.loader import Batch, LatentLoader
 from models.denoiser import Denoiser
 from models.sampler import check_internal_guidance
+from training.checkpoint.files import make_header
 from training.checkpoint.load import (
     find_branch,
     find_newest_verified,
@@ -332,7 +333,7 @@ def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict
 
     When a run resumes, its `model`, `data`, `objective`, `optimizer` and `adapter` (with its base
     model) must equal those of the checkpoint; `settings` may differ, and the resumed run reports
-    the differences.
+    the differences. Raises UserError if no command could read the description of the model again.
     """
     cfg = composed.cfg
     spec = training.loader.spec
@@ -346,7 +347,7 @@ def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict
             "base_sha256": base.sha256,
             "labels": base.new_classes,
         }
-    return {
+    described = {
         **identity,
         "base": base and str(base.file),
         "data": {"fingerprint": spec.fingerprint, **identity["data"]},
@@ -356,6 +357,9 @@ def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict
         "choices": composed.choices,
         "ledger": ledger.as_dict(),
     }
+    # Checkpoints will have this header, and no step with more digits.
+    make_header({**described, "step": cfg.total_samples}, "model")
+    return described
 
 
 def restore(

@@ -50,6 +50,9 @@ DTYPE_NAMES = {
 }
 METADATA_KEY = "fastlatent"
 """Key in the metadata of a safetensors file whose value is the description of the model."""
+MAX_DESCRIPTION_CHARS = 2**24
+"""Largest number of characters that a description may have: parsing a longer description could use
+up the memory before the code can check its content."""
 HASH_KEY = "tensors_sha256"
 """Key in the metadata of a safetensors file whose value is `hash_tensors` of its tensors, in files
 that no manifest describes."""
@@ -279,8 +282,16 @@ def generate_bytes(
 def make_header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
     """Returns the metadata for the header of a weights file: a description of the model, as JSON.
     `kind` is "model" for a file of parameters, "ema" for a file of their averages; `described` is
-    the content of `state.json`."""
+    the content of `state.json`. Raises UserError for a description that would be too long to be
+    read again."""
     description = {name: described[name] for name in ("model", "spec", "step")}
     if described.get("adapter"):
         description["adapter"] = described["adapter"] | {"base": described["base"]}
-    return {METADATA_KEY: json.dumps({"weights": kind, **description})}
+    text = json.dumps({"weights": kind, **description})
+    if len(text) > MAX_DESCRIPTION_CHARS:
+        raise UserError(
+            f"the description of the model with its {len(described['spec']['class_names'])} names "
+            f"of classes has {len(text)} characters, and more than {MAX_DESCRIPTION_CHARS} are not "
+            "read again from the header of weights; encode the data with shorter names, or fewer."
+        )
+    return {METADATA_KEY: text}

@@ -32,11 +32,8 @@ from data.spec import Count, LatentSpec, TextSpec, find_wrong_lengths
 from models.denoiser import Denoiser
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
-from training.checkpoint.files import HASH_KEY, METADATA_KEY, hash_tensors
+from training.checkpoint.files import HASH_KEY, MAX_DESCRIPTION_CHARS, METADATA_KEY, hash_tensors
 
-MAX_DESCRIPTION_CHARS = 2**24
-"""Largest number of characters that a description may have: parsing a longer description could use
-up the memory before the code can check its content."""
 MODEL_SIZE_FACTOR = 4
 """Limit for a model while it is built: it may have at most MODEL_SIZE_FACTOR times the number of
 tensors, and MODEL_SIZE_FACTOR times the number of elements, of its weights file. Once built, the
