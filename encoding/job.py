@@ -43,6 +43,7 @@ from common.files import (
 from data.manifest import Manifest, Shard
 from data.spec import TextSpec
 from encoding.caption_job import CaptionJob
+from encoding.decoding import DecodedImages
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
 from models.autoencoders import locate_encoder
@@ -164,7 +165,8 @@ def refuse_other_source(
     out: Path, earlier: Mapping[str, Any], plan: Plan, settings: Mapping[str, Any]
 ) -> None:
     """Raises UserError if `earlier`, which is job.json in `out`, is that of a job with other
-    images, or with other of those `settings` that are known before an encoder is loaded."""
+    images, or with other of those `settings` that are known before an encoder is loaded; also if
+    other images of the same names and sizes have replaced those of a finished shard."""
     remedy = f"encode into another folder, out=<new> reuse={out}, which copies what is the same"
     number = len(plan.images)
     if earlier.get("images", number) != number:
@@ -173,6 +175,19 @@ def refuse_other_source(
             f"{number}; {remedy}."
         )
     refuse_changes(f"out={out}", earlier, settings, settings.keys() & earlier.keys(), remedy)
+
+    # Compare the first image of each finished shard, of any part, with those that were encoded: it
+    # is a tensor only if its hash is another one. Earlier versions stored no hashes.
+    for name, _, images in plan.shards:
+        sidecar = read_finished(out, name, hashed=False)
+        if sidecar and "images" in sidecar:
+            first = DecodedImages([images[0][1]], side=1)
+            first.known = sidecar["images"]
+            if isinstance(first[0][1], torch.Tensor):
+                raise UserError(
+                    f"out={out} has the latents of another {images[0][1].key} than the source now "
+                    f"has; {remedy}."
+                )
 
 
 def claim_folder(out: Path, job: dict[str, Any]) -> None:

@@ -13,13 +13,14 @@ or its folder is not writable.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.paths import refuse_no_set
 from common.config.schema import Device, Natural, refuse_unset, refuse_values
-from common.errors import UserError
+from common.errors import READ_ERRORS, UserError
 from common.output import Progress
 from common.text import format_bytes
 from scripts.commands import run_command
@@ -113,9 +114,14 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Checks size and hash of the files of a local set, and that its folder has no other tars.
+    """Checks size and hash of the files of a local set, that its folder has no other tars, and, if
+    its source is at hand with as many images, that some of these are those that were encoded.
     Returns the problems."""
+    import torch
+
     from common.files import hash_file, read_object
+    from encoding.decoding import DecodedImages
+    from encoding.sources import list_images
 
     problems = []
     known = set()
@@ -124,14 +130,27 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
         known.add(file)
         if file.is_file() and hash_file(file) != shard.sha256:
             problems.append(f"{file}: size or sha256 differs from the manifest's")
+    hashes = []
     for sidecar in folder.glob("*.tar.json"):
         try:
+            content = read_object(sidecar)
+            hashes += content.get("images", ())
             # Accept the tar of a shard without samples, of whose images Pillow could decode none.
             # The manifest does not list such a tar.
-            if read_object(sidecar)["shard"]["count"] == 0:
+            if content["shard"]["count"] == 0:
                 known.add(sidecar.with_suffix(""))
-        except (OSError, ValueError, KeyError, TypeError):
+        except READ_ERRORS:
             problems.append(f"{sidecar} is no description of a shard")
+
+    # Compare up to 64 images, evenly spread: an image is a tensor if it has another hash.
+    with suppress(UserError):  # the source may be elsewhere
+        entries = list_images(manifest.source, "none", allow_cut=True).entries
+        images = DecodedImages(entries[:: 1 + len(entries) // 64], side=1)
+        images.known = hashes
+        complete = len(entries) == len(hashes) + len(manifest.skipped)
+        if complete and any(isinstance(item, torch.Tensor) for _, item in images):
+            problems.append(f"source={manifest.source} now has other images than were encoded")
+
     files = {*folder.glob("*.tar"), *folder.glob("*.tmp")}
     return problems + [f"{file} is not in the manifest" for file in sorted(files - known)]
 

@@ -17,7 +17,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 
 from common.config.compose import compose
-from common.files import LOCK_PARTS, ROOT, write_json
+from common.files import LOCK_PARTS, ROOT, hash_content, write_json
 from data.manifest import read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
@@ -315,6 +315,21 @@ def test_a_fault_in_a_part_is_named_at_the_end(job, capsys):
     job("part=7/8", "shard_size=3")
     assert read_manifest(finish(out).parent).count == 16
     assert "16 training and 4 held-out latents" in capsys.readouterr().out
+
+
+def test_images_replaced_between_two_parts_are_another_job(job, more_photos):
+    """They have the names and sizes of the earlier ones; only a hash tells."""
+    out = job("part=0/2", source=more_photos)
+    for file in more_photos.rglob("*.png"):
+        flip_byte(file)
+    with expect_refusal("has the latents of another .* than the source now has; encode into"):
+        job("part=1/2", source=more_photos)
+    # Jobs of earlier versions, whose sidecars have no hashes of images, go on.
+    for file in out.glob("*.tar.json"):
+        sidecar = read_finished(out, file.stem)
+        del sidecar["images"]
+        write_json(file, sidecar | {"sha256": hash_content(sidecar)})
+    job("part=1/2", source=more_photos)
 
 
 def test_what_finishes_no_job(done, tmp_path):

@@ -6,7 +6,7 @@ from PIL import Image
 
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import edit_manifest, flip_byte
+from tests.harness.sets import edit_manifest, flip_byte, save_files
 
 
 def find_problems(folder, **settings):
@@ -24,11 +24,10 @@ def test_a_grid_of_the_first_latents_is_decoded(encoded, tmp_path, capsys):
 
 def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(done, tmp_path, monkeypatch):
     folder = done()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
     assert find_problems(folder, count=2) == []
     assert (folder / "latents_check.png").is_file()
-    assert list((tmp_path / "here").iterdir()) == []
+    assert [*tmp_path.iterdir()] == [folder]
 
 
 def test_each_problem_is_said(done):
@@ -37,14 +36,14 @@ def test_each_problem_is_said(done):
     (folder / "train-00002.tar").unlink()
     (folder / "leftover.tmp").write_text("")
     problems = find_problems(folder)
-    for text in (
+    texts = (
         "train-00001.tar (samples 6–9 of train) is damaged",
         "train-00002.tar (samples 12–15 of train) is missing",
         "train-00001.tar: size or sha256 differs",
         "leftover.tmp is not in the manifest",
-    ):
-        assert any(text in line for line in problems), text
-    assert len(problems) == 4
+    )
+    for text, problem in zip(texts, problems, strict=True):
+        assert text in problem
 
 
 def test_wrong_statistics_and_labels_are_said(done):
@@ -55,6 +54,15 @@ def test_wrong_statistics_and_labels_are_said(done):
     assert "manifest.json: mean is" in problem
     edit_manifest(folder, mean=mean, class_names=["cat"])
     assert "labels from 0 to 1, but there are 1 classes" in " ".join(find_problems(folder))
+
+
+def test_other_images_in_the_source_are_said(job, more_photos):
+    folder = job(source=more_photos)
+    for file in more_photos.rglob("*.png"):
+        flip_byte(file)
+    assert find_problems(folder) == [f"source={more_photos} now has other images than were encoded"]
+    save_files(more_photos, "cat/new.png")
+    assert find_problems(folder) == []
 
 
 def test_a_set_without_a_path_is_asked_for():
