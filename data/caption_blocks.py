@@ -23,6 +23,7 @@ from data.source import Source
 from data.spec import TextSpec
 
 TEXTS = TypeAdapter(list[str])
+"""The texts of a block."""
 
 
 class CaptionBlockReader(BlockReader):
@@ -76,6 +77,8 @@ def read_captions(
     for number, place in enumerate(reader.places):
         block = reader.read_verified(number)
         rows = slice(place.first, place.first + place.block.samples)
+
+        # The program that wrote the set may have hashed wrong texts.
         try:
             texts = TEXTS.validate_json(block["text"].numpy().tobytes())
         except ValidationError:
