@@ -60,6 +60,7 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     # are active.
     cfg = run.apply_measurements()
     training = assemble(cfg, device, ranks, run.folder)
+    run.write_kernels(training)
     state = training.state
     meter = state.meter
     draws = cfg.sample_every or cfg.fd_every
@@ -72,7 +73,6 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     # 3. Restore the newest checkpoint, if there is one, or start from `resume` or `init_from`.
     checkpoints = run.open_checkpoints()
     described = describe_run(run.composed, training, ledger)
-    run.write_kernels(training)
     origin = restore(cfg, state, checkpoints, described)
     origin += ranks.broadcast_result(lambda: prepare_snapshots(cfg, state, run.folder))
     progress = Progress(

@@ -242,8 +242,9 @@ class Training:
 
 
 def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> None:
-    """Raises a UserError for guidance that the data or the model does not allow, and for a sweep's
-    metric that needs held-out samples if the data have none."""
+    """Raises a UserError for guidance that the data or the model does not allow, for a sweep's
+    metric that needs held-out samples if the data have none, and for a model whose description no
+    command could read from its checkpoints."""
     check_guidance(
         loader.spec, find_text_level(cfg.model), cfg.sampling.guidance, "sampling.guidance"
     )
@@ -252,6 +253,8 @@ def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> Non
         raise UserError(
             "sweep_metric=eval_loss needs held-out samples, and the data have none; choose loss."
         )
+    # Leave room for the number of the step, and for what describes an adapter and its base.
+    make_header({"model": cfg.model, "spec": loader.spec.as_dict(), "step": "0" * 2**14}, "model")
 
 
 class Parts(NamedTuple):
@@ -333,7 +336,7 @@ def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict
 
     When a run resumes, its `model`, `data`, `objective`, `optimizer` and `adapter` (with its base
     model) must equal those of the checkpoint; `settings` may differ, and the resumed run reports
-    the differences. Raises UserError if no command could read the description of the model again.
+    the differences.
     """
     cfg = composed.cfg
     spec = training.loader.spec
@@ -347,7 +350,7 @@ def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict
             "base_sha256": base.sha256,
             "labels": base.new_classes,
         }
-    described = {
+    return {
         **identity,
         "base": base and str(base.file),
         "data": {"fingerprint": spec.fingerprint, **identity["data"]},
@@ -357,9 +360,6 @@ def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict
         "choices": composed.choices,
         "ledger": ledger.as_dict(),
     }
-    # Checkpoints will have this header, and no step with more digits.
-    make_header({**described, "step": cfg.total_samples}, "model")
-    return described
 
 
 def restore(
