@@ -22,9 +22,6 @@ from data.manifest import Manifest
 from data.source import Source
 from data.spec import TextSpec
 
-TEXTS = TypeAdapter(list[str])
-"""The texts of a block."""
-
 
 class CaptionBlockReader(BlockReader):
     """Reads the blocks of the captions, and checks them as those of latents are checked. A damaged
@@ -80,7 +77,7 @@ def read_captions(
 
         # The program that wrote the set may have hashed wrong texts.
         try:
-            texts = TEXTS.validate_json(block["text"].numpy().tobytes())
+            texts = TypeAdapter(list[str]).validate_json(block["text"].numpy().tobytes())
         except ValidationError:
             texts = []
         if len(texts) != place.block.samples:

@@ -117,10 +117,8 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
     """Checks size and hash of the files of a local set, that its folder has no other tars, and, if
     its source is at hand with as many images, that some of these are those that were encoded.
     Returns the problems."""
-    import torch
-
     from common.files import hash_file, read_object
-    from encoding.decoding import DecodedImages
+    from encoding.decoding import DecodedImages, collate
     from encoding.sources import list_images
 
     problems = []
@@ -142,13 +140,13 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
         except READ_ERRORS:
             problems.append(f"{sidecar} is no description of a shard")
 
-    # Compare up to 64 images, evenly spread: an image is a tensor if it has another hash.
+    # Compare up to 64 images, evenly spread: only those of another hash are decoded.
     with suppress(UserError):  # the source may be elsewhere
         entries = list_images(manifest.source, "none", allow_cut=True).entries
         images = DecodedImages(entries[:: 1 + len(entries) // 64], side=1)
         images.known = hashes
         complete = len(entries) == len(hashes) + len(manifest.skipped)
-        if complete and any(isinstance(item, torch.Tensor) for _, item in images):
+        if complete and collate([*images]).places:
             problems.append(f"source={manifest.source} now has other images than were encoded")
 
     files = {*folder.glob("*.tar"), *folder.glob("*.tmp")}
