@@ -43,7 +43,7 @@ from common.files import (
 from data.manifest import Manifest, Shard
 from data.spec import TextSpec
 from encoding.caption_job import CaptionJob
-from encoding.decoding import DecodedImages
+from encoding.decoding import DecodedImages, collate
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
 from models.autoencoders import locate_encoder
@@ -176,17 +176,17 @@ def refuse_other_source(
         )
     refuse_changes(f"out={out}", earlier, settings, settings.keys() & earlier.keys(), remedy)
 
-    # Compare the first image of each finished shard, of any part, with those that were encoded: it
-    # is a tensor only if its hash is another one. Earlier versions stored no hashes.
+    # Compare the first and the last image of each finished shard, of any part, with those that were
+    # encoded: only images of another hash are decoded. Earlier versions stored no hashes.
     for name, _, images in plan.shards:
         sidecar = read_finished(out, name, hashed=False)
         if sidecar and "images" in sidecar:
-            first = DecodedImages([images[0][1]], side=1)
-            first.known = sidecar["images"]
-            if isinstance(first[0][1], torch.Tensor):
+            ends = DecodedImages([images[0][1], images[-1][1]], side=1)
+            ends.known = sidecar["images"]
+            if collate([*ends]).places:
                 raise UserError(
-                    f"out={out} has the latents of another {images[0][1].key} than the source now "
-                    f"has; {remedy}."
+                    f"out={out}: {name} has the latents of other images than are in the source "
+                    f"now; {remedy}."
                 )
 
 
