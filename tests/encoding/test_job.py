@@ -317,6 +317,7 @@ def test_a_fault_in_a_part_is_named_at_the_end(job, capsys):
     assert "16 training and 4 held-out latents" in capsys.readouterr().out
 
 
+@pytest.mark.fault("images replaced between two parts of a job", "refused in one sentence")
 def test_images_replaced_between_two_parts_are_another_job(job, more_photos):
     """They have the names and sizes of the earlier ones; only a hash tells."""
     out = job("part=0/2", source=more_photos)

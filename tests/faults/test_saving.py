@@ -141,6 +141,7 @@ def test_a_full_disk_before_and_beside_saves(saved):
     assert_newest_loads(saved)
 
 
+@pytest.mark.fault("a disk with room for checkpoints only", "a warning a file; the same bits")
 def test_only_checkpoints_need_room(run_whole, tmp_path, monkeypatch):
     """What else cannot be written is told once."""
     refuse_files(monkeypatch, lambda file: "checkpoints" not in file.parts)
@@ -151,6 +152,7 @@ def test_only_checkpoints_need_room(run_whole, tmp_path, monkeypatch):
     assert read_outcome(tmp_path) == read_outcome(run_whole())
 
 
+@pytest.mark.fault("links at the names that a run writes", "no target is written")
 def test_a_run_writes_through_no_link(tmp_path):
     names = (
         "running metrics.jsonl metrics.jsonl.tmp time.json.tmp config.yaml.tmp ledger.json.tmp "

@@ -100,6 +100,7 @@ def test_weights_without_a_description_start_a_run_that_they_fit(tmp_path):
             start_from(file, other)
 
 
+@pytest.mark.fault("a description too long to be read again", "refused before training")
 def test_a_description_that_no_command_could_read_is_refused_before_training(run, tmp_path):
     words = save_named_set(tmp_path / "set", [letter * 2**23 for letter in "abc"])
     with expect_refusal("3 names of classes has .* and more than 16777216 are not read again"):
