@@ -110,13 +110,24 @@ def spend_rounding(training, patch):
 
 
 def spend_factors(training, patch):
-    training.step.optimizer.step = on_copies(lambda: None)
+    """The other half of the factors learns."""
+    kept = [p for name, p in training.model.named_parameters() if name.endswith("lora_A")]
+    step = training.step.optimizer.step
+
+    def step_back():
+        before = [p.detach().clone() for p in kept]
+        step()
+        torch._foreach_copy_([p.data for p in kept], before)
+
+    training.step.optimizer.step = step_back
 
 
-def spend_iteration(training, patch):
-    patch.setattr(
-        muon, "iterate", do_both(muon.iterate, lambda x: x / x.norm(dim=(1, 2), keepdim=True))
-    )
+def spend_iteration(training, patch, size=1.0):
+    patch.setattr(muon, "iterate", do_both(muon.iterate, lambda x: size * x / x.norm()))
+
+
+def spend_iteration_of_large_steps(training, patch):
+    spend_iteration(training, patch, 30.0)
 
 
 def spend_orthogonal_steps(training, patch):
@@ -148,7 +159,7 @@ SPENT = [
     ({"fused_adamw": True}, spend_adamw),
     ({"optim": "adamw", "fused_adamw": True}, spend_adamw),
     *((MUON, spend) for spend in (spend_iteration, spend_orthogonal_steps, spend_matrices)),
-    *((MUON, spend) for spend in (spend_steps, spend_momenta)),
+    *((MUON, spend) for spend in (spend_steps, spend_momenta, spend_iteration_of_large_steps)),
     ({"adapter": "lora"}, spend_factors),
     ({"precision": "bf16"}, spend_products),
     ({"residual_in_fp32": True, "precision": "bf16"}, spend_stream),
