@@ -110,6 +110,10 @@ def test_a_sweep_ends_with_a_table_also_if_a_trial_fails(sweep, monkeypatch, cap
     sweeps.print_table()
     rows = ["trial 0  loss 0.5  optim.lr=0.5", "trial 1  loss 0.25  optim.lr=0.25  best"]
     assert capfd.readouterr().out.splitlines() == [*rows, "trial 2  loss 0.75  optim.lr=0.75"]
+    # of a rate the largest is best
+    sweeps.ENDED[:] = [(i, [], "samples_per_s", value) for i, value in enumerate((5.0, 7.0))]
+    sweeps.print_table()
+    assert capfd.readouterr().out.splitlines()[1] == "trial 1  samples_per_s 7    best"
 
 
 @pytest.mark.fault("SIGTERM to a sweep before its trial listens", "the trial saves, the sweep ends")
