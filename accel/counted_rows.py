@@ -116,6 +116,8 @@ class OptimizerState(Technique):
         }
         if before:
             run()
+
+        # Undo weight decay, rate and scale.
         self.orthogonal = []
         for parameter, group, old in before.values():
             first, last = group["matrices"][0]

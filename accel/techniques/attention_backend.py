@@ -50,6 +50,8 @@ BACKEND_OF = {
     "aten::_scaled_dot_product_attention_math": "math",
 }
 """The profiler's name of an attention operation -> the backend to which the operation belongs."""
+KERNELS = tuple(op for op, backend in BACKEND_OF.items() if backend != "math")
+"""The operations of `BACKEND_OF` that have one operation for their backward pass."""
 REFUSALS = (
     "No available kernel",
     "No viable backend",
@@ -185,7 +187,7 @@ class AttentionBackend(Technique):
         if UNSEEN in ran:
             active = UNSEEN
             note += f": {NO_KERNEL_SEEN}"
-        elif not evidence.uses(tuple(BACKEND_OF)):
+        elif not evidence.uses(KERNELS):
             note += ", by which the backward pass did not go"
         elif len(ran) > 1:
             active = "mixed"

@@ -51,7 +51,8 @@ def observe(value, op=FLASH):
     technique = AttentionBackend(value, CUDA)
     technique.on_process()
     technique.layers = [[torch.nn.Identity()] * 2]
-    return technique.observe(Evidence(blocks=[[make_call(ops=Counter({op: 2}))]]))
+    calls = [make_call(ops=Counter({op: 2}))]
+    return technique.observe(Evidence(Counter([f"{op}_backward"]), blocks=[calls]))
 
 
 def test_the_values_are_set_both_ways():
