@@ -27,6 +27,8 @@ from accel.technique import AnyStep, Observation, Technique, find_switches
 from accel.update_probe import MOVED
 
 NO_GRADIENT = -1
+MIN_MOMENTUM = 1e-5
+"""Norm of a momentum below which Muon's steps are not measured: it does not normalise tiny ones."""
 
 MIN_NARROW_ELEMENTS = 4096
 """Number of elements of a parameter below which libraries of 8-bit and 4-bit optimizers keep its
@@ -108,28 +110,27 @@ class OptimizerState(Technique):
         two steps.
         """
         groups = [group for group in self.optimizer.param_groups if group.get("matrices")]
-        before = {
-            p.shape: (p, group, to_full(p.detach()).clone())
-            for group in groups
-            for p in group["params"]
-            if p.numel()
-        }
+        chosen = {p.shape: (p, group) for group in groups for p in group["params"] if p.numel()}
+        before = [to_full(p.detach()).clone() for p, _ in chosen.values()]
         if before:
             run()
 
         # Undo weight decay, rate and scale.
         self.orthogonal = []
-        for parameter, group, old in before.values():
+        taken = any(update.taken for update in evidence.updates[-1:])
+        for (parameter, group), old in zip(chosen.values(), before, strict=True):
             first, last = group["matrices"][0]
             decayed = old * (1.0 - group["lr"] * group["weight_decay"])
             step = ((decayed - to_full(parameter.detach())) / group["lr"])[first:last]
             step /= group["rms"] * math.sqrt(max(step.shape))
             largest = float(torch.linalg.matrix_norm(step, 2))
             total = float(step.square().sum())
-            momentum = float(to_full(collect_state(self.optimizer, parameter)["momentum"]).norm())
-            if total or momentum:  # otherwise the matrix got no gradient yet
+            momentum = collect_state(self.optimizer, parameter).get("momentum", step.new_zeros(()))
+            size = float(to_full(momentum).norm())
+            # A matrix without a gradient, or with a tiny one, takes no such step.
+            if taken and (size > MIN_MOMENTUM or (size == 0.0 and total)):
                 right = 0.5 < largest < 1.5 and total > min(4.0, min(step.shape) / 2)
-                self.orthogonal.append(right and momentum > 0.0)
+                self.orthogonal.append(right and size > 0.0)
 
     # What would still say "on" if this did nothing? The class of the optimizer: a class for 8-bit
     # moments may keep fp32 ones. So look at dtype and size of every tensor in the state, at what
@@ -221,10 +222,9 @@ class AdapterGradients(Technique):
         reached = set[str]()
         first_steps = dict[str, int]()
         for step, update in enumerate(evidence.updates, start=1):
-            none = torch.full((), NO_GRADIENT, device=self.device)
-            fates = torch.stack(
-                [update.fates.get(p, none) for _, p, _ in self.iterate_parameters()]
-            )
+            none = torch.full((), NO_GRADIENT)
+            found = [update.fates.get(p, none) for _, p, _ in self.iterate_parameters()]
+            fates = torch.stack([fate.to(self.device) for fate in found])
             # A parameter has a gradient if it has one on any rank.
             if get_world_size() > 1:
                 dist.all_reduce(fates, dist.ReduceOp.MAX)

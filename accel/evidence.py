@@ -73,6 +73,8 @@ class BlockEvidence:
     """Names of the operations whose results selective checkpointing keeps in its caches."""
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> number of such events that began on the host during the call."""
+    sends_back: bool = True
+    """Whether a gradient flows back through the call to its inputs."""
     unmoved_bytes: int = 0
     """Bytes of saved tensors that stay on the device although they are large enough to be moved to
     the host."""
@@ -146,11 +148,11 @@ class Evidence:
 
     def uses(self, ops: tuple[str, ...]) -> bool:
         """Returns whether the results of operations whose names start with one of `ops` were used:
-        whether the backward pass went through such operations for each call of a block that trains
-        and ran one. It passes by a result that was thrown away."""
+        whether the backward pass went through such operations for each call of a block that ran one
+        and sends a gradient back. It passes by a result that was thrown away."""
         backward = sum(n for op, n in self.ops.items() if op.startswith(ops) and "backward" in op)
-        forward = [any(op.startswith(ops) for op in c.ops) for c in self.block_calls if c.trains]
-        return backward >= sum(forward)
+        calls = [call for call in self.block_calls if call.trains and call.sends_back]
+        return backward >= sum(any(op.startswith(ops) for op in call.ops) for call in calls)
 
     def check_blocks(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
         """Returns for each block whether `holds` returns True for all calls of the block; False for
@@ -202,6 +204,7 @@ class BlockProbe(nn.Module):
             fine_bits=(has_fine_bits(inputs[2]), has_fine_bits(outputs[2])),
             cached_ops=frozenset(saved.cached_ops),
             unmoved_bytes=sum(saved.large_unmoved.values()),
+            sends_back=torch.is_grad_enabled() and any(t.requires_grad for t in inputs),
         )
         self.notes.append(note)
         return outputs

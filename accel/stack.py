@@ -320,11 +320,14 @@ class AccelerationStack:
         `run` changes parameters and optimizer: the caller restores them afterwards, in place,
         because techniques may hold the tensors.
         """
-        with watch_updates(step) if step else nullcontext([]) as updates:
+        with watch_updates(step) as first:
             self.run_until_it_works(run)
-            evidence = observe_step(run, blocks, self.device, self.hides_blocks)
-            evidence.updates = updates
-            self.busy_ms = evidence.busy_ms
+        evidence = observe_step(run, blocks, self.device, self.hides_blocks)
+        self.busy_ms = evidence.busy_ms
+        with watch_updates(step) as evidence.updates:
+            evidence.updates += first
+            if step:
+                run()
             for technique in self.techniques:
                 technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):

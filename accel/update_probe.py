@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from accel.composite_optimizer import parameters_of
@@ -14,8 +15,6 @@ from accel.sharding import list_grads, to_local
 
 WATCHED_ELEMENTS = 4096
 """Number of elements of a parameter, its first ones on this process, that are watched."""
-MIN_GRADIENT = 1e-8
-"""Absolute value up to which an element of a gradient counts as zero."""
 ZERO_GRADIENT = 0
 LEFT_ALONE = 1
 MOVED = 2
@@ -25,8 +24,9 @@ class Update(NamedTuple):
     """What one step did to the parameters of its optimizer."""
 
     fates: dict[Tensor, Tensor]
-    """Parameter with a gradient -> a scalar on the device: `ZERO_GRADIENT`, or for any other
-    gradient whether the parameter `MOVED` or was `LEFT_ALONE`."""
+    """Parameter with a gradient -> a scalar on the device: `ZERO_GRADIENT` if times the rate it is
+    lost in the parameter's rounding, otherwise whether the parameter `MOVED` or was
+    `LEFT_ALONE`."""
     norm: Tensor
     """Norm of the gradients, as this process computed it."""
     taken: Tensor
@@ -40,14 +40,22 @@ def watch(tensor: Tensor) -> Tensor:
 @contextmanager
 def watch_updates(step: Any) -> Iterator[list[Update]]:
     """Inside the context, each update by the training step `step` adds what it did to the list that
-    the context returns; the host does not wait for it."""
+    the context returns; the host does not wait for it. Without a training step (None) the list
+    stays empty."""
     updates: list[Update] = []
+    if step is None:
+        yield updates
+        return
     update_parameters = step.update_parameters
 
     def update_and_look(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         parameters = [p for p in parameters_of(step.optimizer) if p.grad is not None]
-        slopes = [(watch(grad).abs() > MIN_GRADIENT).any() for grad in list_grads(parameters)]
         before = [watch(p).clone() for p in parameters]
+        rate = step.lr / (1.0 if step.scaler is None else step.scaler.scale)
+        slopes = [
+            (rate * watch(grad).abs() > torch.finfo(old.dtype).eps * old.abs()).any()
+            for grad, old in zip(list_grads(parameters), before, strict=True)
+        ]
         update_parameters(grads, norm, taken)
 
         fates = {

@@ -39,9 +39,10 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def create_file(file: Path) -> BinaryIO:
-    """Opens a new file, for bytes. If a file or a link has this name, removes it first."""
-    file.unlink(missing_ok=True)
-    return file.open("xb")
+    """Opens an empty file, for bytes. If a link has this name, removes it first."""
+    if file.is_symlink():
+        file.unlink()
+    return file.open("wb")
 
 
 @contextlib.contextmanager
@@ -52,7 +53,8 @@ def replace_file(file: Path) -> Iterator[Path]:
     try:
         create_file(temporary).close()
         yield temporary
-        sync_path(temporary)
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
+            sync_path(temporary)
         rename(temporary, file)
         sync_path(file.parent)
     except OSError as error:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,22 @@ class Decoded(NamedTuple):
     there is no such image."""
     digests: dict[int, str]
     """Index in the full batch -> hash, of the decoded and the known images, in their order."""
+
+
+def list_others(
+    entries: Sequence[ImageEntry], hashes: Container[str], skipped: Sequence[str]
+) -> list[str]:
+    """Lists the names of those images that are not among the encoded ones: their hash is not in
+    `hashes`, and none of `skipped`, sentences about images that could not be decoded, names them.
+    Leaves out images that cannot be read."""
+    others = []
+    for entry in entries:
+        with suppress(OSError):
+            digest = hashlib.sha256(read_with_retries(entry)).hexdigest()
+            left_out = any(line.startswith(f"{entry.key}: ") for line in skipped)
+            if digest not in hashes and not left_out:
+                others.append(entry.key)
+    return others
 
 
 def collate(items: list[tuple[str, DecodedItem]]) -> Decoded:

@@ -43,7 +43,7 @@ from common.files import (
 from data.manifest import Manifest, Shard
 from data.spec import TextSpec
 from encoding.caption_job import CaptionJob
-from encoding.decoding import DecodedImages, collate
+from encoding.decoding import list_others
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
 from models.autoencoders import locate_encoder
@@ -177,16 +177,16 @@ def refuse_other_source(
     refuse_changes(f"out={out}", earlier, settings, settings.keys() & earlier.keys(), remedy)
 
     # Compare the first and the last image of each finished shard, of any part, with those that were
-    # encoded: only images of another hash are decoded. Earlier versions stored no hashes.
+    # encoded. Earlier versions stored no hashes.
     for name, _, images in plan.shards:
         sidecar = read_finished(out, name, hashed=False)
         if sidecar and "images" in sidecar:
-            ends = DecodedImages([images[0][1], images[-1][1]], side=1)
-            ends.known = sidecar["images"]
-            if collate([*ends]).places:
+            ends = [images[0][1], images[-1][1]]
+            others = list_others(ends, sidecar["images"], sidecar["skipped"])
+            if others:
                 raise UserError(
-                    f"out={out}: {name} has the latents of other images than are in the source "
-                    f"now; {remedy}."
+                    f"out={out}: {name} has the latents of another {others[0]} than the source now "
+                    f"has; {remedy}."
                 )
 
 

@@ -142,10 +142,12 @@ def walk_files(root: Path, reader: CaptionReader) -> Iterator[tuple[str, int]]:
     hidden. Follows symlinks, except those that lead back to a folder that contains them, and counts
     in `reader.outside` those that lead out of `root`."""
     unused = reader.unused
+    top = os.path.realpath(root)
     status = root.stat()
     todo = [("", {(status.st_dev, status.st_ino)})]
     while todo:
         folder, parents = todo.pop()
+        here = os.path.realpath(root / folder)
         with os.scandir(root / folder) as entries:
             for entry in entries:
                 name = f"{folder}{entry.name}"
@@ -160,10 +162,11 @@ def walk_files(root: Path, reader: CaptionReader) -> Iterator[tuple[str, int]]:
                     unused.add("symlinks to nothing or in a circle", name)
                     continue
 
-                if entry.is_symlink() and not (
-                    Path(entry.path).resolve().is_relative_to(root.resolve())
-                ):
-                    reader.outside.add(PurePosixPath(name).suffix or "folders", name)
+                # Follow one link only, which is quick: a link that it leads to has its own turn.
+                if entry.is_symlink():
+                    target = os.path.normpath(os.path.join(here, os.readlink(entry.path)))
+                    if os.path.commonpath([top, target]) != top:
+                        reader.outside.add(PurePosixPath(name).suffix or "folders", name)
 
                 # Compare folders by device and inode, not by path: a symlink that leads back to a
                 # folder has another path.

@@ -26,7 +26,7 @@ from common.clock import CLOCK
 from common.config.schema import FdConfig
 from common.distributed.ranks import Ranks
 from common.errors import UserError
-from common.files import find_cache_folder, go_on_without, hash_content, read_object, write_json
+from common.files import find_cache_folder, hash_content, read_object, write_json
 from common.output import Progress
 from common.text import replace_non_finite
 from data.order import draw_permutation
@@ -368,8 +368,7 @@ class TrainingDistances:
                     "curve."
                 )
         floors = {name: compute_floor(stats) for name, stats in self.evaluator.reference.items()}
-        with go_on_without(file):
-            write_json(file, protocol | replace_non_finite({"floors": floors}))
+        write_json(file, protocol | replace_non_finite({"floors": floors}))
 
     @CLOCK.count_as("evaluation")
     def __call__(self) -> dict[str, float]:

@@ -13,7 +13,6 @@ or its folder is not writable.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +37,9 @@ class VerifyConfig:
     """Folder or URL with manifest.json."""
     count: Natural = 8
     """Number of training samples to decode; 0: none."""
+    source: str | None = None
+    """The images of which precompute_latents.py made the set: it is a problem if some are others
+    now."""
     encoder: str | None = None
     """The autoencoder's folder, if it has moved since precompute_latents.py used it."""
     out: str | None = None
@@ -67,7 +69,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
         problems.append(str(error).partition(";")[0])
 
     if isinstance(source, LocalSource):
-        problems += check_files(source.folder, manifest)
+        problems += check_files(source.folder, manifest, cfg.source)
     for problem in problems:
         print(f"  ! {problem}")
 
@@ -113,12 +115,12 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     return problems
 
 
-def check_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Checks size and hash of the files of a local set, that its folder has no other tars, and, if
-    its source is at hand with as many images, that some of these are those that were encoded.
-    Returns the problems."""
+def check_files(folder: Path, manifest: Manifest, images: str | None) -> list[str]:
+    """Checks size and hash of the files of a local set, that its folder has no other tars, and that
+    some of the images in the source `images`, if it is given, are those that were encoded. Returns
+    the problems."""
     from common.files import hash_file, read_object
-    from encoding.decoding import DecodedImages, collate
+    from encoding.decoding import list_others
     from encoding.sources import list_images
 
     problems = []
@@ -128,11 +130,11 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
         known.add(file)
         if file.is_file() and hash_file(file) != shard.sha256:
             problems.append(f"{file}: size or sha256 differs from the manifest's")
-    hashes = []
+    hashes = set()
     for sidecar in folder.glob("*.tar.json"):
         try:
             content = read_object(sidecar)
-            hashes += content.get("images", ())
+            hashes.update(content.get("images", ()))
             # Accept the tar of a shard without samples, of whose images Pillow could decode none.
             # The manifest does not list such a tar.
             if content["shard"]["count"] == 0:
@@ -140,14 +142,11 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
         except READ_ERRORS:
             problems.append(f"{sidecar} is no description of a shard")
 
-    # Compare up to 64 images, evenly spread: only those of another hash are decoded.
-    with suppress(UserError):  # the source may be elsewhere
-        entries = list_images(manifest.source, "none", allow_cut=True).entries
-        images = DecodedImages(entries[:: 1 + len(entries) // 64], side=1)
-        images.known = hashes
-        complete = len(entries) == len(hashes) + len(manifest.skipped)
-        if complete and collate([*images]).places:
-            problems.append(f"source={manifest.source} now has other images than were encoded")
+    # Compare up to 64 images, evenly spread.
+    entries = list_images(images, "none", allow_cut=True).entries if images else []
+    others = list_others(entries[:: 1 + len(entries) // 64], hashes, manifest.skipped)
+    if others and hashes:
+        problems.append(f"source={images} has another {others[0]} than was encoded, or a new one")
 
     files = {*folder.glob("*.tar"), *folder.glob("*.tmp")}
     return problems + [f"{file} is not in the manifest" for file in sorted(files - known)]

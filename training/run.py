@@ -169,7 +169,7 @@ class RunFolder:
             write_json(self.folder / name, replace_non_finite(content))
 
     def write_record(self, name: str, content: Any) -> None:
-        """Does what `write_file` does, for a file that no later start needs: if it cannot be
+        """Does what `write_file` does, for a file that training does not need: if it cannot be
         written, the run continues, with a warning."""
         with go_on_without(self.folder / name):
             self.write_file(name, content)

@@ -162,9 +162,10 @@ def train_apart(train: Callable[[Composed, float], Any], composed: Composed) -> 
                 process.terminate()
             process.join(POLL_SECONDS)
     code = process.exitcode or 0
+    said = f"run_dir={composed.cfg.run_dir}: its process ended with code {code}."
+    message = receiver.recv() if receiver.poll() else said
     if stop.name or code == RESUMABLE_EXIT_CODE:
-        return {0: "ended", RESUMABLE_EXIT_CODE: "stopped"}.get(code, f"ended with code {code}")
+        return {0: "ended", RESUMABLE_EXIT_CODE: "stopped"}.get(code, f"failed: {message}")
     if code:
-        message = f"run_dir={composed.cfg.run_dir}: its process ended with code {code}."
-        raise UserError(receiver.recv() if receiver.poll() else message)
+        raise UserError(message)
     return ""

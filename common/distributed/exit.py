@@ -84,10 +84,11 @@ class StopRequest:
         return self
 
     def note_signal(self, number: int, frame: FrameType | None) -> None:
-        # The second Ctrl-C ends the process without saving.
+        # The second Ctrl-C ends the process without saving; a sweep sends SIGTERM in between.
         if self.name == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
+        if self.name != "SIGINT":
+            self.name = signal.Signals(number).name
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, handler in self.before.items():

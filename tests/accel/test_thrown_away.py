@@ -15,8 +15,9 @@ from accel.techniques.offload_optimizer import MIN_OFFLOADED_ELEMENTS, HostState
 from accel.techniques.parallel import DataParallel
 from accel.techniques.weights import RoundedUpdate
 from accel.update_probe import Update
+from common.config.compose import compose
 from models.mixers import attention
-from tests.harness.adapters import assemble_on, save_base
+from tests.harness.adapters import EAGER_RUN, assemble_on, save_base
 from tests.harness.steps import (
     checkpoint_values,
     compile_values,
@@ -27,6 +28,7 @@ from tests.harness.steps import (
     tiny_training,
 )
 from tests.harness.words import CPU
+from training.assemble import assemble
 from training.optim import muon
 from training.optim.muon import Muon
 
@@ -181,16 +183,36 @@ def test_what_is_done_and_thrown_away_is_not_on(values, spend, monkeypatch, tmp_
     words = [f"optim={values['optim']}"] if key == "optim" else []
     runtime = {name: value for name, value in values.items() if name not in ("optim", "adapter")}
 
-    def assemble():
+    def prepare():
         if key == "adapter":
             return assemble_on(save_base(tmp_path / "base.safetensors"), "adapter=lora")
         return tiny_training("dit", *words, **runtime)
 
-    assert not read_ledger(assemble())[key].missing
-    training = assemble()
+    assert not read_ledger(prepare())[key].missing
+    training = prepare()
     spend(training, monkeypatch)
     row = read_ledger(training)[key]
     assert row.missing, row.evidence
+
+
+RIGHT = [
+    "optim=muon optim.lr=2e-5",
+    "optim=muon optim.lr=3e-4 optim.weight_decay=0.1",
+    "optim=sgd optim.lr=1e-5",
+    "runtime.attention=math",
+    "data.classes=[0,1,2] adapter.targets=[blocks.*out_proj] adapter=lora runtime.attention=flash",
+]
+
+
+@pytest.mark.parametrize("words", RIGHT)
+def test_what_is_right_is_on_from_the_zero_layers_of_a_new_model_on(words, tmp_path):
+    words = [*words.split(), "runtime.on_unavailable=error"]
+    if "adapter=lora" in words:
+        base = save_base(tmp_path / "base.safetensors", "dit")
+        training = assemble_on(base, *words)
+    else:
+        training = assemble(compose([*EAGER_RUN, "model=dit_xs", *words]).cfg, CPU)
+    assert not [row for row in training.warm_up() if row.missing]
 
 
 # What only a GPU or several processes show; the evidence is made up.
