@@ -179,8 +179,9 @@ class InMemoryLatents(LatentLoader):
 
     def hold(self, train: LatentTensors, held_out: LatentTensors) -> None:
         """Makes batches from these tensors, which are on the device."""
-        order = EpochOrder(len(train.labels), self.seed, self.device)
-        self.samples = WholeSet(train, held_out, order)
+        self.samples = WholeSet(
+            train, held_out, EpochOrder(len(train.labels), self.seed, self.device)
+        )
         self.held_out_count = len(held_out.labels)
 
     def batch_at(self, start: int) -> Batch:
@@ -237,8 +238,9 @@ class ResidentLatents(InMemoryLatents):
         on_corrupt: OnCorrupt = "error",
         **args: Unpack[LoaderArgs],
     ) -> None:
-        expected = (normalisation, encoder, latent_scale)
-        spec, train, held_out = open_set("resident", path, *expected, on_corrupt)
+        spec, train, held_out = open_set(
+            "resident", path, normalisation, encoder, latent_scale, on_corrupt
+        )
         if storage == "int8":
             spec = spec.with_order(storage)
         super().__init__(spec, **args)
@@ -247,8 +249,8 @@ class ResidentLatents(InMemoryLatents):
         # stored as int8.
         allowed = find_allowed_memory(self.device, device_memory_gib, self.world_size)
         sample_bytes = count_sample_bytes(train, storage)
-        caption_bytes = count_caption_bytes(spec.text, self.text)
-        whole = sample_bytes * (train.count + held_out.count) + caption_bytes
+        whole = sample_bytes * (train.count + held_out.count)
+        whole += count_caption_bytes(spec.text, self.text)
         if whole <= allowed:
             plan = "all of it on the device"
             tensors, worst = read_split(train, self.device, storage)
@@ -268,8 +270,13 @@ class ResidentLatents(InMemoryLatents):
             self.captions = train.captions = read_captions(train, self.text)
             chunk_size = min(train.count, int(allowed // (2 * train.joined_bytes)))
             plan = f"a chunk of {chunk_size} samples on the device, and the next one on its way"
-            order = ChunkOrder(train.counts, self.seed, chunk_size)
-            self.samples = ChunkedSet(train, held_out, order, self.device, self.skipped)
+            self.samples = ChunkedSet(
+                train,
+                held_out,
+                ChunkOrder(train.counts, self.seed, chunk_size),
+                self.device,
+                self.skipped,
+            )
             self.held_out_count = held_out.count
 
         if self.rank == 0:

@@ -221,9 +221,17 @@ class StreamedLatents(LatentLoader):
         retries: Count = 5,
         **args: Unpack[LoaderArgs],
     ) -> None:
-        expected = (normalisation, encoder, latent_scale)
-        remote = {"cache": cache, "timeout": timeout, "retries": retries}
-        spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
+        spec, train, held_out = open_set(
+            "webdataset",
+            path,
+            normalisation,
+            encoder,
+            latent_scale,
+            on_corrupt,
+            cache=cache,
+            timeout=timeout,
+            retries=retries,
+        )
         spec = spec.with_order(str(window))
         super().__init__(spec, **args)
         self.blocks = train
@@ -274,8 +282,11 @@ class StreamedLatents(LatentLoader):
         )
         if self.captions is not None:
             count = self.captions.spec.count
-            size = format_bytes(count * self.captions.row_bytes)
-            print(f"data: {count} captions take {size} of host memory", flush=True)
+            print(
+                f"data: {count} captions take {format_bytes(count * self.captions.row_bytes)} of "
+                "host memory",
+                flush=True,
+            )
 
     def start_reading(self) -> Prefetcher[JoinedBatch]:
         """Starts the workers, and the thread that joins their parts of batches; returns an iterator

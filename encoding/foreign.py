@@ -18,14 +18,13 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors.torch import load, load_file
 from torch import Tensor
 
@@ -171,14 +170,14 @@ def open_columns(file: Path, options: ForeignOptions) -> dict[str, Any]:
 def read_columns(files: list[Path], options: ForeignOptions) -> Parts:
     """Reads files with the tensors of many samples; the labels may be in a second file,
     `options.labels`."""
-
-    def yield_rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
-        for i in range(len(columns["latents"])):
-            yield f"sample {i} of {file}", {name: column[i] for name, column in columns.items()}
-
     for file in files:
         columns = open_columns(file, options)
-        yield len(columns["latents"]), yield_rows(file, columns)
+        count = len(columns["latents"])
+        rows = (
+            (f"sample {i} of {file}", {name: column[i] for name, column in columns.items()})
+            for i in range(count)
+        )
+        yield count, rows
 
 
 def read_files(labels: Mapping[Path, Any]) -> Parts:
@@ -208,14 +207,10 @@ def read_feature_folders(folders: list[Path], options: ForeignOptions) -> Parts:
     return read_files(labels)
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(BaseModel):
     """The content of `dataset.json`."""
 
     labels: list[tuple[str, Any]]
-
-
-LISTING = TypeAdapter(Listing)
 
 
 def read_listed_files(files: list[Path], options: ForeignOptions) -> Parts:
@@ -229,7 +224,7 @@ def read_listed_files(files: list[Path], options: ForeignOptions) -> Parts:
     with translate_errors(file):
         content = file.read_bytes()
     try:
-        pairs = LISTING.validate_json(content).labels
+        pairs = Listing.model_validate_json(content).labels
     except ValidationError as error:
         raise UserError(
             f"{file} {describe_first_fault(error, 'list of labels')}; write "
@@ -259,11 +254,6 @@ def read_tars(tars: list[Path], options: ForeignOptions) -> Parts:
     """Reads WebDataset tars whose samples have the members `<key>.npy` or `<key>.safetensors`, and
     `<key>.cls` or `<key>.json`."""
     keys = {"latents": (options.latents_key,), "labels": LABEL_NAMES}
-
-    def yield_samples(stream: BinaryIO, chosen: list[tuple[str, TarSample]]) -> Iterator[Sample]:
-        for where, members in chosen:
-            yield where, {n: read_member(stream, m, keys[n], where) for n, m in members.items()}
-
     for file in tars:
         with translate_errors(file), file.open("rb") as stream:
             unused = Unused()
@@ -276,7 +266,11 @@ def read_tars(tars: list[Path], options: ForeignOptions) -> Parts:
                 choose_members(f"{file}: {key}", members, options)
                 for key, members in samples.items()
             ]
-            yield len(chosen), yield_samples(stream, chosen)
+            rows = (
+                (where, {n: read_member(stream, m, keys[n], where) for n, m in members.items()})
+                for where, members in chosen
+            )
+            yield len(chosen), rows
 
 
 def choose_members(

@@ -107,18 +107,20 @@ class ImportConfig:
 
     def check(self) -> None:
         """Raises UserError for keys that are missing or wrong."""
-        hints = {
-            "source": "<file or folder of latents>",
-            "out": "<new folder>",
-            "encoder": (
-                "<sd, sdxl, flux, …, a folder or a hub id>; it is not guessed from the latents"
-            ),
-            "scale": (
-                "<what they were multiplied by>, 1 for latents as the encoder gives them; it is "
-                "not guessed"
-            ),
-        }
-        refuse_unset(self, hints)
+        refuse_unset(
+            self,
+            {
+                "source": "<file or folder of latents>",
+                "out": "<new folder>",
+                "encoder": (
+                    "<sd, sdxl, flux, …, a folder or a hub id>; it is not guessed from the latents"
+                ),
+                "scale": (
+                    "<what they were multiplied by>, 1 for latents as the encoder gives them; it "
+                    "is not guessed"
+                ),
+            },
+        )
 
         refuse_values(self)
         if (self.captions is None) != (self.text_encoder is None):
@@ -178,8 +180,7 @@ def import_latents(cfg: ImportConfig) -> Path:
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
 
     # Open the source, and build the encoder that made its latents.
-    labelled = cfg.class_names != []
-    options = ForeignOptions(cfg.latents_key, cfg.labels_key, cfg.labels, labelled)
+    options = ForeignOptions(cfg.latents_key, cfg.labels_key, cfg.labels, cfg.class_names != [])
     foreign = open_foreign(str(cfg.source), options)
     if round(cfg.held_out * foreign.total) == foreign.total:
         raise UserError(
