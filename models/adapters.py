@@ -153,8 +153,7 @@ class Lora(Adapter):
             fnmatchcase(name, pattern) for pattern in self.targets
         ):
             return None
-        rank = self.ranks.get(name, self.rank)
-        return LoraLinear(layer, rank, self.alphas.get(name, self.alpha))
+        return LoraLinear(layer, self.ranks.get(name, self.rank), self.alphas.get(name, self.alpha))
 
 
 class Prompt(Adapter):

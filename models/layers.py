@@ -44,6 +44,12 @@ def init_linear(layer: nn.Linear) -> None:
         nn.init.zeros_(layer.bias)
 
 
+def init_narrow(layer: nn.Linear) -> None:
+    """Initialises a layer with normal weights of std 0.02 and zero bias."""
+    nn.init.normal_(layer.weight, std=0.02)
+    nn.init.zeros_(layer.bias)
+
+
 Ranges = tuple[tuple[int, int], ...]
 """Ranges of a matrix's rows: for each range the index of its first row, and the index after its
 last row."""
@@ -79,8 +85,11 @@ class Layer(nn.Module):
         By default the weight of each linear child is one matrix. A subclass overrides this method
         if one of its linear layers computes several projections in one product.
         """
-        linears = [layer for layer in self.children() if isinstance(layer, nn.Linear)]
-        return {layer.weight: cut_rows(layer.out_features) for layer in linears}
+        return {
+            layer.weight: cut_rows(layer.out_features)
+            for layer in self.children()
+            if isinstance(layer, nn.Linear)
+        }
 
 
 FREQUENCIES = 128
@@ -98,9 +107,8 @@ class TimestepEmbedding(Layer):
         self.fc2 = nn.Linear(dim, dim)
 
     def init_weights(self) -> None:
-        for layer in (self.fc1, self.fc2):
-            nn.init.normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
+        init_narrow(self.fc1)
+        init_narrow(self.fc2)
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample, for any number of tokens."""
@@ -163,8 +171,7 @@ def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]
     1 to nearly 1 / base."""
     frequencies = base ** -(torch.arange(count, dtype=torch.float64) / count)
     sides = [torch.arange(side, dtype=torch.float64) for side in grid]
-    axes = torch.meshgrid(*sides, indexing="ij")
-    return [axis.reshape(-1, 1) * frequencies for axis in axes]
+    return [axis.reshape(-1, 1) * frequencies for axis in torch.meshgrid(*sides, indexing="ij")]
 
 
 def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 L D"]:

@@ -35,8 +35,7 @@ def pair_conditions(
             f"labels ({len(labels)}) and prompts ({len(prompts)}): this model was trained with "
             f"model.conditioning={conditioning}, which needs {needs}; give only these."
         )
-    encodable = [prompt.encode(errors="replace").decode() for prompt in prompts]
-    return labels or [0] * len(prompts), encodable
+    return labels or [0] * len(prompts), [p.encode(errors="replace").decode() for p in prompts]
 
 
 def list_values(values: Any) -> list[Any]:
@@ -74,8 +73,9 @@ def find_class_numbers(labels: Sequence[int | str], names: list[str], count: int
                     f"'{label}'."
                 )
         if len(matches) != 1:
-            fault = explain_unclear_label(label, matches, names)
-            raise UserError(f"labels: {repr(label)[:80]} is {fault}")
+            raise UserError(
+                f"labels: {repr(label)[:80]} is {explain_unclear_label(label, matches, names)}"
+            )
         numbers += matches
     return numbers
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.condition import EncodedText
 from common.errors import UserError
-from models.layers import init_linear
+from models.layers import init_linear, init_narrow
 
 Conditioning = Literal["class", "text", "class_and_text"]
 """Names what a denoiser is conditioned on, beside the time."""
@@ -54,8 +54,7 @@ class TextEmbedding(nn.Module):
 
     def init_weights(self) -> None:
         for layer in filter(None, (self.pooled, self.tokens)):
-            nn.init.normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
+            init_narrow(layer)
         self.init_buffers()
 
     def init_buffers(self) -> None:

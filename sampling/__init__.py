@@ -18,6 +18,6 @@ def __getattr__(name: str) -> Any:
     """Imports `load_run`, and with it PyTorch, only when the name is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sampling import load
+    from sampling.load import load_run
 
-    return getattr(load, name)
+    return load_run

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from training.inputs import find_text_level, prove_kernels
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder
 
-QUICK_START_RUNTIME = MappingProxyType({Compile.key: Compile.off})
+QUICK_START_RUNTIME = {Compile.key: Compile.off}
 """Runtime key -> value with which sampling starts quickly: compiling a model takes longer than it
 saves for a few samples."""
 
@@ -189,11 +189,10 @@ class TrainedModel:
         """Runs the model with a batch as large as sampling uses, `batch_size` or with guidance
         twice that, and with the first texts of `conditions`. Returns the ledger, which says which
         techniques were active."""
-        spec = self.spec
 
         def run(samples: int) -> Tensor:
             count = samples * (1 if guidance == 1.0 else 2)
-            x = torch.zeros(count, *spec.shape, device=self.device)
+            x = torch.zeros(count, *self.spec.shape, device=self.device)
             t = torch.full((count,), 0.5, device=self.device)
             condition = conditions(torch.arange(samples, device=self.device))
             return self.forward(x, t, condition.repeat(count // samples).y)[:samples]
@@ -202,8 +201,14 @@ class TrainedModel:
             batch_size, self.device, lambda n: self.autoencoder.decode(run(n).float())
         )
         ledger = self.stack.warm_up(lambda: run(batch_size), self.model.blocks)
-        why = "sampling captures no graph: no GPU has proved one yet"
-        ledger.append(LedgerRow(CudaGraph.key, self.runtime.cuda_graph, False, why))
+        ledger.append(
+            LedgerRow(
+                CudaGraph.key,
+                self.runtime.cuda_graph,
+                False,
+                "sampling captures no graph: no GPU has proved one yet",
+            )
+        )
         return ledger
 
 
