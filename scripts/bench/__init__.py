@@ -35,17 +35,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from common.config.compose import read_config
 from common.config.schema import Natural, Positive
 
-Figures: TypeAlias = dict[str, Any]
+Figures = dict[str, Any]
 """Result of a measurement: name of a figure with its unit, such as step_ms -> number or text."""
-Words: TypeAlias = list[str]
+Words = list[str]
 """Arguments of a command line, such as runtime.tf32=true: overrides of the training configuration,
 and keys of the bench's commands."""
 
+HELP = __doc__ or ""
+"""The text of --help."""
 FOLDER = Path(__file__).parent
 TABLES: dict[str, Any] = {"guides": read_config(FOLDER / "guides.yaml")}
 """Content of the YAML files: sizes of model and data, and rows of cases (cases.yaml), what the

@@ -6,9 +6,8 @@ import os
 import sys
 from importlib import import_module
 
-import scripts.bench
 from common.errors import UserError
-from scripts.bench import TABLES, Words
+from scripts.bench import HELP, TABLES, Words
 from scripts.commands import end_command
 
 OTHERS = {
@@ -27,7 +26,7 @@ def measure(command: str, words: Words) -> None:
     from scripts.bench.rows import format_entries
     from scripts.bench.runner import open_runner
 
-    planned = plan_job(command, words, scripts.bench.__doc__ or "")
+    planned = plan_job(command, words, HELP)
     with open_runner(planned.cfg.out) as runner:
         runner.run([(planned, case) for case in planned.cases], planned.cfg.again)
         entries = runner.list_entries(planned)
@@ -43,15 +42,17 @@ def main(words: Words) -> None:
     command, *rest = words or ["--help"]
     known = dict.fromkeys(item["words"].split()[0] for item in TABLES["queue"].values())
     if command in ("-h", "--help"):
-        print((scripts.bench.__doc__ or "").strip())
+        print(HELP.strip())
     elif command in known:
         measure(command, rest)
     elif command in OTHERS:
         module, _, function = OTHERS[command].partition(".")
         getattr(import_module(f"scripts.bench.{module}"), function)(rest)
     else:
-        choices = ", ".join((*known, *OTHERS))
-        raise UserError(f"bench {command}: there is no such command; choose one of {choices}.")
+        raise UserError(
+            f"bench {command}: there is no such command; choose one of "
+            f"{', '.join((*known, *OTHERS))}."
+        )
 
 
 if __name__ == "__main__":

@@ -104,8 +104,12 @@ def plan_operators(command: Command, cfg: BenchConfig, words: Words, rows: Any) 
     for operator in kernels.INPUTS:
         for way in kernels.WAYS:
             needs = ["runtime.compile=true"] if way == "compiled" else []
-            labels = {"operator": operator, "way": way}
-            yield Case(f"{operator} {way}", command.measure, needs=needs, labels=labels)
+            yield Case(
+                f"{operator} {way}",
+                command.measure,
+                needs=needs,
+                labels={"operator": operator, "way": way},
+            )
 
 
 def plan_tests(command: Command, cfg: BenchConfig, words: Words, rows: Any) -> Iterator[Case]:
@@ -178,8 +182,9 @@ def plan_job(name: str, words: Words, help_text: str = "") -> Job:
         or ("s256" if torch.cuda.is_available() else "tiny")
     )
     if setting not in SETTINGS:
-        choices = ", ".join(SETTINGS)
-        raise UserError(f"setting={setting}: there is no such setting; choose one of {choices}.")
+        raise UserError(
+            f"setting={setting}: there is no such setting; choose one of {', '.join(SETTINGS)}."
+        )
     refuse_values(cfg)
 
     defaults = SETTINGS[setting]
@@ -207,10 +212,8 @@ def plan_job(name: str, words: Words, help_text: str = "") -> Job:
         )
 
     # The command line that is stored with the results lacks the keys that do not change them.
-    unessential = ("out=", "again=", "rows=")
-    essential = [word for word in words if not word.startswith(unessential)]
-    line = " ".join(["python -m scripts.bench", name, *essential])
-    return Job(line, cfg, chosen)
+    essential = [word for word in words if not word.startswith(("out=", "again=", "rows="))]
+    return Job(" ".join(["python -m scripts.bench", name, *essential]), cfg, chosen)
 
 
 @cache

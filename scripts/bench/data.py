@@ -59,10 +59,13 @@ def write_latent_files(count: int, side: int) -> Path:
     ours.mkdir()
     np.save(file, latents)
     np.save(labels, np.arange(count) % 1000)
-    cfg = ImportConfig(file, labels=labels, scale=1.0, held_out=0.0)
-    encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
-    foreign = open_foreign(file, ForeignOptions(labels=labels))
-    write_set(cfg, foreign, PixelAutoencoder(), encoder, ours)
+    write_set(
+        ImportConfig(file, labels=labels, scale=1.0, held_out=0.0),
+        open_foreign(file, ForeignOptions(labels=labels)),
+        PixelAutoencoder(),
+        {"_target_": "models.autoencoders.PixelAutoencoder"},
+        ours,
+    )
     return folder
 
 
@@ -90,8 +93,7 @@ def feed_at_random(folder: Path, size: int, device: torch.device) -> Iterator[An
     array = np.load(folder / "latents.npy", mmap_mode="r")
     draw = np.random.default_rng(0)
     while True:
-        rows = np.sort(draw.integers(0, len(array), size))
-        latents = torch.from_numpy(array[rows])
+        latents = torch.from_numpy(array[np.sort(draw.integers(0, len(array), size))])
         if device.type == "cuda":
             latents = latents.pin_memory()
         yield latents.to(device, non_blocking=True).float()

@@ -226,7 +226,7 @@ def format_block(traffic: BlockTraffic) -> str:
 
 def print_floors(words: Words) -> None:
     """Prints the floors of the models that the words name; for one model also its block's ops."""
-    keys, overrides = split_words(FloorConfig, words, __doc__ or "")
+    keys, overrides = split_words(FloorConfig, words, __doc__)
     entries: list[Figures] = []
 
     # Compare the models of a size with the first of them.

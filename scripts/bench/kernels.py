@@ -30,8 +30,10 @@ from scripts.bench import TABLES, BenchConfig, Case, Figures
 from scripts.capabilities import measure_rates
 from scripts.timing import compute_ratios, measure_device_seconds, summarise, time_in_turn
 
-SHAPES: dict[str, dict[str, int]] = TABLES["shapes"]
-INPUTS: dict[str, str] = TABLES["inputs"]
+SHAPES = TABLES["shapes"]
+"""Name of a setting -> letter or name of a size -> the size."""
+INPUTS = TABLES["inputs"]
+"""Name of an operator -> its input tensors, as text."""
 INPUT_SETS = 4
 Function = Callable[..., Any]
 
@@ -97,11 +99,12 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
     }
 
 
-WAYS: dict[str, Callable[[Op], Function]] = {
+WAYS = {
     "eager": lambda op: op.definition,
     "compiled": lambda op: torch.compile(op.definition),
     "fused": lambda op: op.fused,
 }
+"""Name of an implementation -> function that takes an `Op` and returns the function to time."""
 
 
 def make_runner(

@@ -41,7 +41,6 @@ from scripts.timing import (
 from training.evaluate import evaluate
 from training.preflight.memory import count_lasting_bytes
 
-EMULATE_OVERRIDE = f"runtime.on_unavailable={OnUnavailable.emulate}"
 PYTEST_COMMAND = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfs", "--tb=short", "-Wdefault"),
     *("-p", "no:cacheprovider", "-o", "addopts=-p tests.harness.reliability"),
@@ -65,10 +64,12 @@ def find_refusals(words: Words, device: torch.device) -> tuple[dict[str, str], W
     reasons = find_capabilities(device)
     refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
     lacking = {word: reason for word, reason in refusals.items() if reason}
-    emulates = device.type == "cpu" and EMULATE_OVERRIDE in words
+    emulates = device.type == "cpu" and f"runtime.on_unavailable={OnUnavailable.emulate}" in words
     emulable = {Precision.make_override(v) for v in Precision.emulated if emulates}
     emulated = sorted(emulable & lacking.keys())
-    return {word: lacking[word] for word in lacking if word not in emulated}, emulated
+    for word in emulated:
+        del lacking[word]
+    return lacking, emulated
 
 
 def measure_case(case: Case, cfg: BenchConfig) -> Figures:
@@ -169,9 +170,9 @@ def compare(
             loop = build_loop([word for word in case.overrides if word not in refused])
         loss = loop.measure_loss(cfg.loss_steps)
 
-    loops = {"base": base} if loop is base else {"base": base, "case": loop}
-    if base_ms:
-        del loops["base"]
+    loops = {} if base_ms else {"base": base}
+    if loop is not base:
+        loops["case"] = loop
     times = {"base": base_ms} | (time_steps(loops, cfg.steps, cfg.repeats, clock) if loops else {})
     step_ms = times.get("case", times["base"])
     if base_ms:
@@ -205,8 +206,9 @@ def measure_compiling(case: Case, cfg: BenchConfig) -> Figures:
     torch.compile(torch.sin)(torch.ones(1, device=device_of(case.overrides)))
     for prefix, words in (("", case.overrides), ("baseline_", case.baseline)):
         with disable_compiler_caches():
-            run = partial(take_steps, words)
-            figures[f"{prefix}start_s"] = measure_seconds(run, device_of(words))
+            figures[f"{prefix}start_s"] = measure_seconds(
+                partial(take_steps, words), device_of(words)
+            )
         figures[f"{prefix}graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return figures | {"times": figures["start_s"] / figures["baseline_start_s"]}
 
@@ -297,8 +299,9 @@ def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
         return {"reason": "needs an NVIDIA GPU"}
     if not (ROOT / "tests").is_dir():
         return {"reason": "left out: the folder tests/ is not here; a clone of the project has it"}
-    command = [*PYTEST_COMMAND, *case.overrides]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*PYTEST_COMMAND, *case.overrides], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     return count_outcomes(done.stdout, done.returncode)
 
 

@@ -77,11 +77,12 @@ class NewcomersLoop(Loop):
 
         # Load the data set with the framework's loader, and copy the samples to the place that
         # `storage` names.
-        samples = self.cfg.batch_size
-        self.source = build_loader(self.cfg.data, self.cfg.seed, samples, self.device)
+        data = self.cfg.data
+        self.source = build_loader(data, self.cfg.seed, self.cfg.batch_size, self.device)
         if not isinstance(self.source, DigitLatents | SyntheticLatents):
-            target = self.cfg.data["_target_"]
-            raise UserError(f"the newcomer takes data=synthetic or data=digits, not {target}.")
+            raise UserError(
+                f"the newcomer takes data=synthetic or data=digits, not {data['_target_']}."
+            )
         self.spec = self.source.spec
         self.items: Dataset | None = None
         if storage != "resident":

@@ -12,14 +12,13 @@ from zipfile import ZIP_DEFLATED, ZipFile
 from PIL import Image
 from torch import Tensor
 
-import scripts.bench
 from common.config.compose import parse_words
 from common.config.paths import refuse_missing
 from common.errors import UserError
 from common.files import hash_content, read_object, replace_file
 from encoding.decoding import DecodedImages
 from encoding.sources import list_images
-from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
+from scripts.bench import HELP, TABLES, BenchConfig, Case, Figures, Words
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
@@ -40,7 +39,7 @@ class PackConfig:
 def pack_photos(words: Words) -> None:
     """Runs the command `pack`: writes `PACKED`, a zip file with pictures/<class>/<number>.jpg,
     squares of 128 pixels, and encoder/. UserError if an image cannot be decoded."""
-    cfg = parse_words(PackConfig, words, scripts.bench.__doc__ or "")
+    cfg = parse_words(PackConfig, words, HELP)
     refuse_missing("encoder", cfg.encoder, "name the folder of an autoencoder")
     images = list_images(cfg.source)
     decoded = DecodedImages(images.entries, 128)
@@ -49,8 +48,9 @@ def pack_photos(words: Words) -> None:
             _, pixels = decoded[i]
             if not isinstance(pixels, Tensor):
                 raise UserError(f"source={cfg.source}: {pixels}; remove or mend it.")
-            name = f"pictures/{images.class_names[entry.label]}/{i:06}.jpg"
-            with archive.open(name, "w") as stream:
+            with archive.open(
+                f"pictures/{images.class_names[entry.label]}/{i:06}.jpg", "w"
+            ) as stream:
                 Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(
                     stream, "JPEG", quality=70, optimize=True, progressive=True
                 )

@@ -35,7 +35,8 @@ from scripts.timing import judge_ratio
 
 DOCS = ROOT / "docs" / "benchmarks"
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
-PLACES: dict[str, str] = TABLES["places"]
+PLACES = TABLES["places"]
+"""Name of a part of results.md.jinja -> the page with its table."""
 TEMPLATES = Environment(loader=FileSystemLoader(FOLDER), trim_blocks=True, lstrip_blocks=True)
 TEMPLATES.filters["shown_as"] = format_entry
 TEMPLATE = TEMPLATES.get_template("results.md.jinja")
@@ -68,8 +69,10 @@ def name_card(environment: Figures) -> str:
 def read_page(file: Path) -> Page:
     """Reads a file of results that `write_figures` wrote."""
     content = json.loads(file.read_text())
-    run = content["environment"]
-    results = [Result(e, run | e.pop("measured", {})) for e in content["cases"]]
+    results = [
+        Result(entry, content["environment"] | entry.pop("measured", {}))
+        for entry in content["cases"]
+    ]
     return Page(content["benchmark"], results)
 
 
@@ -156,7 +159,7 @@ def write_figures(page: Page, docs: Path) -> None:
         different = {key: value for key, value in run.items() if page.newest.get(key) != value}
         entries.append(printed | ({"measured": different} if different else {}))
     content = {"benchmark": page.name, "environment": page.newest, "cases": entries}
-    replace_text(docs / page.file, format_rows(content) + "\n")
+    replace_text(docs / page.file, f"{format_rows(content)}\n")
 
 
 def replace_text(file: Path, text: str) -> None:

@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import scripts.bench
 from common.config.compose import parse_words
 from common.errors import UserError
-from scripts.bench import TABLES, Words
+from scripts.bench import HELP, TABLES, Words
 from scripts.bench.cases import Job, plan_job
 from scripts.bench.publish import DOCS, read_pages
 from scripts.bench.rows import format_entries, identify
@@ -72,7 +71,7 @@ def run_queue(words: Words) -> None:
     """Runs the command `gpu`: measures, in the order of need, the cases for which the time
     suffices, then prints the cases that remain for the next call, and the table of each benchmark
     with a result in the folder."""
-    cfg = parse_words(GpuConfig, words, scripts.bench.__doc__ or "")
+    cfg = parse_words(GpuConfig, words, HELP)
     with open_runner(cfg.out, LIMIT_SECONDS, cfg.seconds) as runner:
         runner.pack = Path(cfg.pack).expanduser().absolute() if cfg.pack else None
         runner.published = {

@@ -25,7 +25,7 @@ from math import inf
 from multiprocessing import active_children, get_context, set_start_method
 from pathlib import Path
 from statistics import mean
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -51,7 +51,7 @@ START_SECONDS = 300.0
 MAX_SECONDS = 1e6
 """Largest time limit of a case in seconds; the operating system refuses an infinite one."""
 SPAWN = get_context("spawn")
-Task: TypeAlias = tuple[Job, Case]
+Task = tuple[Job, Case]
 
 
 def pack_results(folder: Path, archive: Path) -> None:

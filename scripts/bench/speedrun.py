@@ -11,7 +11,7 @@ length from them as a number of samples: `find_cost` times steps of both configu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import isnan, nan
@@ -57,11 +57,12 @@ def plan_rows(command: Any, cfg: SpeedrunConfig, words: Words, boards: Any) -> I
     chosen = {" ".join(own): own} if own else {n: row.split() for n, row in rows.items()}
 
     baseline = [*common, *rows[cfg.baseline].split()]
-    board = (
-        f"{' '.join([str(cfg.setting), *shared])}, {cfg.total_samples:,} samples, "
-        f"{len(cfg.seeds)} seeds, {cfg.sets} sets, against {cfg.baseline}"
-    )
-    labels = {"board": board}
+    labels = {
+        "board": (
+            f"{' '.join([str(cfg.setting), *shared])}, {cfg.total_samples:,} samples, "
+            f"{len(cfg.seeds)} seeds, {cfg.sets} sets, against {cfg.baseline}"
+        )
+    }
     for name, row in chosen.items():
         yield Case(name, command.measure, [*common, *row], baseline, labels=labels)
 
@@ -116,10 +117,10 @@ def train_run(words: tuple[str, ...], samples: int, seed: int, sets: int) -> dic
     return means | evaluate(training) | {"seconds": seconds}
 
 
-def list_figures(words: Iterable[str]) -> Words:
+def list_figures(words: Sequence[str]) -> Words:
     """Lists the names of the figures by which runs of the overrides `words` are compared: the
     Fréchet distance in each feature space, and last the held-out loss. Smaller is better."""
-    return [*(f"fd_{space}" for space in compose(list(words)).cfg.fd.spaces), "eval_loss"]
+    return [*(f"fd_{space}" for space in compose(words).cfg.fd.spaces), "eval_loss"]
 
 
 def train_seeds(words: Words, samples: int, cfg: SpeedrunConfig) -> Figures:
@@ -128,7 +129,7 @@ def train_seeds(words: Words, samples: int, cfg: SpeedrunConfig) -> Figures:
     runs = [train_run(tuple(words), samples, seed, cfg.sets) for seed in cfg.seeds]
     result: Figures = {"samples": samples, "runs": runs}
     for name in list_figures(words):
-        result |= summarise(name, [run.get(name, nan) for run in runs])
+        result |= summarise(name, [run[name] for run in runs])
     return result
 
 
