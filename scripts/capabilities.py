@@ -46,7 +46,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
     words = {word for word, reason in find_capabilities(device).items() if reason is None}
-    rates: dict[str, float] = {}
+    rates = {}
 
     def measure_median(run: Callable[[], object]) -> float:
         run()
@@ -54,8 +54,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
 
     before = torch.get_float32_matmul_precision()
     for name, dtype in DTYPES.items():
-        overrides = {f"runtime.precision={name}", f"runtime.{name}=true"}
-        if name == "fp32" or overrides & words:
+        if name == "fp32" or {f"runtime.precision={name}", f"runtime.{name}=true"} & words:
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
             rates[f"{name}_product_tflops"] = (
@@ -66,6 +65,5 @@ def measure_rates(device: torch.device) -> dict[str, float]:
     # Count every byte twice, because a copy reads and writes it.
     source = torch.randn(2**27 if cuda else 2**24, device=device)
     target = torch.empty_like(source)
-    copied_bytes = 2 * source.numel() * 4
-    rates["copy_gb_s"] = copied_bytes / measure_median(lambda: target.copy_(source)) / 1e9
+    rates["copy_gb_s"] = 2 * source.nbytes / measure_median(lambda: target.copy_(source)) / 1e9
     return rates

@@ -36,23 +36,16 @@ def end_command() -> Iterator[None]:
         yield
 
 
-def run_command(
-    run: Callable[..., object],
-    schema: type,
-    help_text: str | None,
-    *,
-    takes_overrides: bool = False,
-) -> None:
+def run_command(run: Callable[..., object], schema: type, help_text: str | None) -> None:
     """Runs the function `run` of a command with the keys of the command line, an instance of
-    `schema`, and, if it `takes_overrides`, with a list of all other words."""
+    `schema`."""
     with end_command():
-        if takes_overrides:
-            run(*split_words(schema, sys.argv[1:], help_text or ""))
-        else:
-            run(parse_words(schema, sys.argv[1:], help_text or ""))
+        run(parse_words(schema, sys.argv[1:], help_text or ""))
 
 
-def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
+def split_words(
+    schema: type[Keys], words: list[str], help_text: str | None
+) -> tuple[Keys, list[str]]:
     """Splits the arguments `words` of a command line. Returns an instance of `schema`, made from
     the arguments that set one of its keys, and a list of all other arguments, which are overrides
     of the training configuration. `--json` is json=true."""
@@ -60,7 +53,7 @@ def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[K
     keys = {field.name for field in fields(cast(Any, schema))}
     overrides = [word for word in words if "=" in word and word.partition("=")[0] not in keys]
     key_words = [word for word in words if word not in overrides]
-    return parse_words(schema, key_words, help_text), overrides
+    return parse_words(schema, key_words, help_text or ""), overrides
 
 
 def format_rows(value: Any, levels: int = 2) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from common.config.compose import compose
 from common.errors import UserError
 from common.files import ROOT
 from common.text import LINE_WIDTH, format_table
-from scripts.commands import run_command
+from scripts.commands import end_command, split_words
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,6 @@ CLOCKS = {
 clocks are momentary values: low on an idle GPU, and lowered by heat and power limits."""
 NVIDIA_SMI_SECONDS = 10.0
 """Time limit, in seconds, for a call of nvidia-smi."""
-UNKNOWN = "unknown"
 PRESETS = ("fast", "production", "max", "lowmem")
 """Files of conf/runtime/ about which the page says what this machine cannot run of them."""
 
@@ -109,9 +109,8 @@ def list_refused(preset: str, reasons: dict[str, str | None]) -> list[str]:
     """Lists the overrides by which `runtime=<preset>` asks for techniques that this machine cannot
     run; `reasons` maps each override to why, or None."""
     values = compose([f"runtime={preset}"]).cfg.runtime.values()
-    words = [f"runtime.{key}={value}".lower() for key, value in values.items()]
-    wanted = [word.replace("=auto", "=true") for word in words]
-    return [word for word in wanted if reasons.get(word)]
+    words = [f"runtime.{k}={v}".lower().replace("=auto", "=true") for k, v in values.items()]
+    return [word for word in words if reasons.get(word)]
 
 
 def find_lacking_packages() -> dict[str, list[str]]:
@@ -129,8 +128,10 @@ def find_lacking_packages() -> dict[str, list[str]]:
     lacking = {}
     for extra, lines in project["optional-dependencies"].items():
         names = [Requirement(line).name for line in lines]
-        lacking[extra] = [name for name in names if canonicalize_name(name) not in installed]
-    return {extra: names for extra, names in lacking.items() if names}
+        absent = [name for name in names if canonicalize_name(name) not in installed]
+        if absent:
+            lacking[extra] = absent
+    return lacking
 
 
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
@@ -200,7 +201,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts |= {
+        return facts | {
             "driver": collect_env.get_nvidia_driver_version(collect_env.run),
             "gpu": properties.name,
             "gpu_count": torch.cuda.device_count(),
@@ -215,7 +216,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
             "memory_clock_peak_mhz": properties.memory_clock_rate / 1000,
             **read_clocks(f"GPU-{properties.uuid}"),
         }
-        return facts
     unseen = "CUDA and sees no GPU: no driver, or none is visible"
     why = unseen if torch.version.cuda else "the CPU only"
     return facts | {"gpu_missing_because": f"this PyTorch is built for {why}"}
@@ -230,7 +230,7 @@ def read_clocks(gpu: str) -> dict[str, Any]:
         f"--query-gpu={','.join(CLOCKS.values())}",
         "--format=csv,noheader,nounits",
     ]
-    clocks: dict[str, Any] = dict.fromkeys(CLOCKS, UNKNOWN)
+    clocks: dict[str, Any] = dict.fromkeys(CLOCKS, "unknown")
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             query, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_SECONDS
@@ -252,4 +252,5 @@ def wrap(text: str) -> str:
 
 
 if __name__ == "__main__":
-    run_command(diagnose, DoctorConfig, __doc__, takes_overrides=True)
+    with end_command():
+        diagnose(*split_words(DoctorConfig, sys.argv[1:], __doc__))

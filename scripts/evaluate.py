@@ -108,8 +108,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     reference_protocol |= {"clip": clip.sha256} if clip else {}
     protocol = job.describe_protocol() | reference_protocol
     digest = hash_content(protocol, sort_keys=True)[:8]
-    default = f"{run}/evaluation/{trained.file.parent.name}-{digest}"
-    out = Path(cfg.out or default).expanduser()
+    out = Path(cfg.out or f"{run}/evaluation/{trained.file.parent.name}-{digest}").expanduser()
 
     def measure(labels: Tensor, latents: Tensor) -> dict[str, Tensor]:
         scores = {} if clip is None else {CLIP: clip(labels, latents)}
@@ -139,8 +138,7 @@ def summarise(
     from evaluation.distances import collect_stats, compute_figures
 
     stats = collect_stats({name: chunk[name] for name in evaluator.spaces} for chunk in chunks)
-    figures = compute_figures(stats, evaluator.reference, *originals)
-    result: dict[str, Any] = {"features": figures}
+    result: dict[str, Any] = {"features": compute_figures(stats, evaluator.reference, *originals)}
     if CLIP in chunks.read(0):
         result[CLIP] = float(torch.cat([chunk[CLIP] for chunk in chunks]).mean())
     return result

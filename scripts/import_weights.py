@@ -98,12 +98,14 @@ class WeightsConfig:
         missing or contradict each other."""
         # Ask for each missing key and guess none, because a model draws noise if its encoder or
         # normalisation is wrong.
-        hints = {
-            "source": "<file>.pt or .safetensors",
-            "kind": " or ".join(KINDS),
-            "out": "<file>.safetensors",
-        }
-        refuse_unset(self, hints)
+        refuse_unset(
+            self,
+            {
+                "source": "<file>.pt or .safetensors",
+                "kind": " or ".join(KINDS),
+                "out": "<file>.safetensors",
+            },
+        )
         refuse_values(self)
         family = KINDS.get(Kind(self.kind))
         if family is None:

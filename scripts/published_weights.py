@@ -115,8 +115,7 @@ class Keys(dict[str, Tensor]):
         absent or does not have this shape, in which -1 stands for any size."""
         tensor = self[name].float()
         del self[name]
-        fits = [wanted in (-1, size) for wanted, size in zip_longest(shape, tensor.shape)]
-        if not all(fits):
+        if not all(wanted in (-1, size) for wanted, size in zip_longest(shape, tensor.shape)):
             raise UserError(
                 f"{self.file}: {name} has shape {tuple(tensor.shape)}, and the rest of the model "
                 f"asks for {shape}, where -1 is any size."

@@ -107,8 +107,9 @@ def sample_run(cfg: SampleConfig) -> Path:
     if ranks.first:
         if cfg.grid:
             write_sorted_grid(Path(f"{out}.png"), chunks, min(cfg.grid, cfg.count), job)
-        facts = protocol | {"classes": job.stream.conditions.list_names(cfg.count)}
-        write_json(Path(f"{out}.json"), facts)
+        write_json(
+            Path(f"{out}.json"), protocol | {"classes": job.stream.conditions.list_names(cfg.count)}
+        )
     chunks.remove()
     ranks.say(f"{file}\n{out}.png" if cfg.grid else str(file))
     return file
@@ -137,9 +138,9 @@ def write_pngs(folder: Path, chunks: ResumableChunks) -> None:
     """Writes this process's images as <folder>/<label>/<number>.png, with one folder per class."""
     for number in chunks.list_rank_chunks():
         chunk = chunks.read(number)
-        labels = chunk["labels"].tolist()
-        images = chunk["samples"].numpy()
-        for i, label, image in zip(chunks.parts[number], labels, images, strict=True):
+        for i, label, image in zip(
+            chunks.parts[number], chunk["labels"].tolist(), chunk["samples"].numpy(), strict=True
+        ):
             file = folder / f"{label:04d}" / f"{i:06d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             with create_file(file) as stream:

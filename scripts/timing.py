@@ -87,7 +87,7 @@ def time_in_turn(
 
     It calls `prepare(name)` before each run, outside the measured time.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    seconds = {name: [] for name in runs}
     for turn in range(repeats):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
             prepare(name)

@@ -30,10 +30,6 @@ from scripts.commands import run_command
 if TYPE_CHECKING:
     from sampling.load import TrainedModel
 
-PLAIN_RUNTIME = asdict(RuntimeConfig())
-"""Runtime keys of an exported model: every key has its default, so no technique is on."""
-
-
 Format = StrEnum("Format", "diffusers peft weights")
 
 
@@ -89,7 +85,12 @@ def load_trained(cfg: ExportConfig) -> TrainedModel:
     from sampling.load import load_run
 
     return load_run(
-        cfg.find_model(), cfg.encoder, "cpu", cfg.key, PLAIN_RUNTIME, adapter=cfg.adapter
+        cfg.find_model(),
+        cfg.encoder,
+        "cpu",
+        cfg.key,
+        asdict(RuntimeConfig()),  # every key has its default, so no technique is on
+        adapter=cfg.adapter,
     )
 
 

@@ -180,8 +180,7 @@ class FastlatentPipeline(DiffusionPipeline):
             "solver": solver,
             "shift": shift,
         }
-        changes = {key: value for key, value in settings.items() if value is not None}
-        settings = facts["sampling"] | changes
+        settings = facts["sampling"] | {k: v for k, v in settings.items() if v is not None}
         if output_type not in ("pil", "np", "latent"):
             raise UserError(f"output_type={output_type} is unknown; choose pil, np or latent.")
         if output_type != "latent":

@@ -54,8 +54,13 @@ def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) 
     write_transformer(folder / "transformer", trained)
 
     # Content of model_index.json, which diffusers' AutoModel reads before all other files.
-    index = {"_class_name": ["pipeline", PIPELINE], **VERSION, **AUTO_MAP}
-    index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]}
+    index = {
+        "_class_name": ["pipeline", PIPELINE],
+        **VERSION,
+        **AUTO_MAP,
+        "transformer": [MODELLING, TRANSFORMER],
+        "vae": [None, None],
+    }
     vae = getattr(trained.autoencoder, "vae", None)
     if vae is not None and include:
         vae.save_pretrained(folder / "vae")

@@ -89,8 +89,11 @@ def read_statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.asname or alias.name for alias in node.names]
         else:
-            parts = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
-            names = [part.id for part in parts if isinstance(part.ctx, ast.Store)]
+            names = [
+                part.id
+                for part in ast.walk(node)
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            ]
         definitions |= dict.fromkeys(names, node)
     return text.splitlines(), definitions
 
@@ -114,8 +117,7 @@ class File:
         elif node is not None and self.modules.get(name) != module:
             assert name not in self.modules, f"two definitions are called {name}"
             self.modules[name] = module
-            decorators = getattr(node, "decorator_list", [])
-            start = min(part.lineno for part in [node, *decorators]) - 1
+            start = min(n.lineno for n in [node, *getattr(node, "decorator_list", [])]) - 1
             text = "\n".join(keep_lines(lines, node, start))
             for part in ast.walk(ast.parse(text)):
                 if isinstance(part, ast.Name):

@@ -31,12 +31,12 @@ def main(words: list[str]) -> None:
     """Runs the command that the first argument names, or plans a run if that is an override."""
     command, *rest = words or ["--help"]
     if "=" in command or command.startswith("-"):
-        text = report.plan(*split_words(report.PlanConfig, [command, *rest], __doc__ or ""))
+        text = report.plan(*split_words(report.PlanConfig, [command, *rest], __doc__))
     elif command == "largest":
-        own = split_words(largest.LargestConfig, rest, largest.__doc__ or "")
+        own = split_words(largest.LargestConfig, rest, largest.__doc__)
         text = largest.compare_ways(*own)
     elif command == "tune":
-        text = report.tune(*split_words(report.TuneConfig, rest, __doc__ or ""))
+        text = report.tune(*split_words(report.TuneConfig, rest, __doc__))
     else:
         raise UserError(
             f"plan {command}: there is no such command; give overrides to plan a run, or choose "

@@ -93,7 +93,7 @@ def time_steps(training: Training, until: float) -> list[float]:
     """Times steps at least once, and again until `until`, a time of time.monotonic(), or until
     `MAX_TIMED_STEPS` steps were timed. Returns the seconds per step of each measurement."""
     steps = GPU_STEPS_AT_A_TIME if training.device.type == "cuda" else 1
-    seconds: list[float] = []
+    seconds = []
 
     def run() -> None:
         for _ in range(steps):

@@ -29,7 +29,6 @@ MUCH_SMALLER_ORDER = 50
 """Sort key (`rank` of a `Saving`) of a micro-batch with fewer than `FEW_SAMPLES` samples. The
 search tries it late, because such a small batch makes matrix products slow."""
 OPTIM = "optim"
-EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
 
 
 def format_overrides(changes: Mapping[str, Any]) -> list[str]:
@@ -48,7 +47,7 @@ def merge_values(savings: Iterable[Saving]) -> dict[str, Any]:
 def list_savings(question: Question, exact: bool = False) -> list[Saving]:
     """Lists the changes that could save memory in a run, those with the least cost first. With
     `exact` it leaves out changes that alter the losses."""
-    savings = [] if exact else [EIGHT_BIT]
+    savings = [] if exact else [Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)]
     for kind in TECHNIQUES:
         if not exact or kind.loss_rtol == 0.0:
             savings += kind.planning.savings

@@ -155,8 +155,7 @@ def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Trainin
     objective = build(cfg.objective, "objective", kind=Objective)
     stack = build_planned_stack(cfg, gpu)
     stack.on_process()
-    parts = Parts(loader, objective, base, model, stack)
-    training = join_parts(cfg, CPU, SINGLE, parts)
+    training = join_parts(cfg, CPU, SINGLE, Parts(loader, objective, base, model, stack))
     if gpu:
         # Let `auto` take `flash` on the fake CPU tensors, because no kernel of a GPU keeps the
         # scores, as the products of a CPU do.
@@ -263,9 +262,8 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     with tracker.allocate_on_host():
         for technique in training.stack.techniques:
             tracker.track(technique.planning.list_host_tensors(technique))
-    entries = [value for p in step.parameters for value in collect_state(optimizer, p).values()]
+    state = [value for p in step.parameters for value in collect_state(optimizer, p).values()]
     gradients = [p.grad for p in step.parameters if p.grad is not None]
-    state = [value for value in entries if isinstance(value, Tensor)]
     tracker.track([*step.parameters, *gradients, *state])
     start = tracker.live
     lasting = count_lasting_bytes(training)._asdict()
@@ -274,8 +272,7 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     with tracker:
         tracker.enter("optimizer")
         step.update_parameters(gradients, gradient_norm, gradient_norm > 0)
-    temporary = max(0.0, tracker.peaks["optimizer", None].live - start)
     return lasting | {
-        "temporary": temporary,
+        "temporary": max(0.0, tracker.peaks["optimizer", None].live - start),
         "part": count_largest_part(make_parameter_groups(training.state.network, cfg.optim)),
     }

@@ -216,7 +216,7 @@ class Forecast:
             group_by_role(counted.peaks, depth, self.period)
             for counted, depth in zip(self.passes, self.depths, strict=True)
         ]
-        peaks: dict[str, Peak] = {}
+        peaks = {}
         for place in (place for place in places[0] if place in places[-1]):
             found = zip(*(roles[place] for roles in places), strict=True)
             peak = Peak(*map(self.extrapolate, found))
@@ -228,7 +228,7 @@ def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Pla
     """Selects the entries of `peaks` whose places exist in models of every depth: all places
     outside the blocks, the first `period` blocks, and the last `period` blocks, which get the
     indices -period to -1."""
-    roles: dict[Place, Peak] = {}
+    roles = {}
     for (phase, block), peak in peaks.items():
         if block is None or block < period:
             roles[phase, block] = peak

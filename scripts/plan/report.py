@@ -44,7 +44,6 @@ from training.preflight.tune import STEPS_KEY, tune_config
 from training.weights.first_weights import compose_pretrained
 
 HERE = "here"
-RATE_KEYS = ("samples_per_s", "rate_of", "mfu")
 MAX_SAMPLES = 2**20
 """Largest micro-batch that the search tries."""
 
@@ -112,8 +111,7 @@ def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
                 f"mfu={cfg.mfu} is a share of a peak, and that of {card.name} is not known; give "
                 "samples_per_s."
             )
-        flops = plan.network.count_train_flops()
-        return cfg.gpus * cfg.mfu * card.flops_16bit / flops
+        return cfg.gpus * cfg.mfu * card.flops_16bit / plan.network.count_train_flops()
     if cfg.rate_of is None:
         return cfg.samples_per_s
 
@@ -148,7 +146,7 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
     """Plans a run. Returns the figures of the plan, ready for JSON: name of a figure -> its value,
     or None if the value is unknown."""
     refuse_values(cfg)
-    rates = [key for key in RATE_KEYS if vars(cfg)[key] is not None]
+    rates = [key for key in ("samples_per_s", "rate_of", "mfu") if vars(cfg)[key] is not None]
     if len(rates) > 1:
         raise UserError(f"{' and '.join(rates)} each say how fast the run is; give one.")
 
@@ -195,9 +193,10 @@ def plan(cfg: PlanConfig, words: list[str]) -> str:
     figures = plan_run(cfg, words)
     if cfg.json:
         return json.dumps(figures, indent=1)
-    assumed = {"context_gib": CONTEXT_BYTES / GIB, "slack": ALLOCATOR_SLACK}
     template = Template(Path(__file__).with_name("plan.txt.jinja").read_text(), trim_blocks=True)
-    return template.render(figures, table=format_table, **assumed)
+    return template.render(
+        figures, table=format_table, context_gib=CONTEXT_BYTES / GIB, slack=ALLOCATOR_SLACK
+    )
 
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:
@@ -213,7 +212,9 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
         raise UserError(
             f"out={file}: there is no folder {file.parent}; make it, or choose another file."
         )
-    base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
+    base = composed.choices["runtime"]
+    if base == "auto":
+        base = "fast"
     if base == file.stem:
         raise UserError(
             f"runtime={base} would be based on itself in {file}; start from another one, such as "
@@ -233,8 +234,10 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     # that the search found follow it.
     runtime = dict(choice["changes"])
     steps = runtime.pop(STEPS_KEY, None)
-    hardware = describe_environment(device)["hardware"]
-    text = f"# The fastest of {len(tried)} on {hardware}, for: {' '.join(words)}\n"
+    text = (
+        f"# The fastest of {len(tried)} on {describe_environment(device)['hardware']}, for: "
+        f"{' '.join(words)}\n"
+    )
     if steps is not None:
         text += f"# It goes with accumulation_steps={steps}.\n"
     write_atomically(file, text + to_yaml({"defaults": [base, "_self_"]} | runtime))

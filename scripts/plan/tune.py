@@ -86,8 +86,7 @@ class Search:
             cfg.runtime.values(), self.device, deterministic=cfg.deterministic
         ).techniques
         kernels = [t.key for t in self.techniques if isinstance(t, FusedKernel) and t.value == AUTO]
-        changes = dict.fromkeys(kernels, True) | {"on_unavailable": "degrade"}
-        self.cfg = apply_changes(cfg, changes)
+        self.cfg = apply_changes(cfg, dict.fromkeys(kernels, True) | {"on_unavailable": "degrade"})
 
         self.reserved: float = job["resident"]
         """Bytes on the device that the run will need but the step of a candidate does not allocate,
@@ -113,7 +112,7 @@ class Search:
             nonlocal best, fastest
             for values in alternatives:
                 candidate = best | values
-                if self.is_supported(candidate):
+                if is_available(self.cfg, candidate, self.device, self.processes):
                     step_time = self.time_candidate(candidate, fastest)
                     if step_time < NEEDED_SHARE * fastest:
                         best = candidate
@@ -130,10 +129,6 @@ class Search:
     def seconds_left(self) -> float:
         return self.job["deadline"] - time.monotonic()
 
-    def is_supported(self, changes: Mapping[str, Any]) -> bool:
-        """Returns whether this machine supports the run with these changes."""
-        return is_available(self.cfg, changes, self.device, self.processes)
-
     def find_fitting(self) -> Changes:
         """Returns changes that lower the memory of a step until it fits the device, and that keep
         the step's result; {} if the step fits without changes, or if no forecast is possible. The
@@ -149,7 +144,11 @@ class Search:
             return {}
 
         memory = memory_of(self.device)
-        savings = [s for s in list_savings(question, exact=True) if self.is_supported(s.values)]
+        savings = [
+            saving
+            for saving in list_savings(question, exact=True)
+            if is_available(self.cfg, saving.values, self.device, self.processes)
+        ]
         taken, plan = find_cheapest_change(now, USABLE_MEMORY * memory, savings)
         needed = plan.needs.total
         if needed > USABLE_MEMORY * memory:
@@ -174,8 +173,14 @@ class Search:
     def note(self, changes: Changes, note: str, seconds: list[float] | None = None) -> None:
         """Adds a candidate to `tried`."""
         ms = round(1e3 * statistics.median(seconds), 4) if seconds else None
-        row = {"words": describe_changes(changes), "step_ms": ms, "steps": len(seconds or ())}
-        self.tried.append(row | {"note": note})
+        self.tried.append(
+            {
+                "words": describe_changes(changes),
+                "step_ms": ms,
+                "steps": len(seconds or ()),
+                "note": note,
+            }
+        )
 
     def time_candidate(self, changes: Changes, fastest: float = math.inf) -> float:
         """Runs the configuration with `changes` and returns the median seconds per step; infinity
@@ -208,8 +213,12 @@ class Search:
         or, if the process ends without a result, the reason as `refusal`. `asked` are the keys
         whose techniques must be on."""
         limit = self.seconds_left * (CANDIDATE_SHARE if self.reference else 1.0)
-        until = time.monotonic() + 0.95 * limit
-        candidate = {"cfg": asdict(cfg), "asked": asked, "held": self.reserved, "until": until}
+        candidate = {
+            "cfg": asdict(cfg),
+            "asked": asked,
+            "held": self.reserved,
+            "until": time.monotonic() + 0.95 * limit,
+        }
         result, end = ask_child(TUNER_PROGRAM, {**self.job, **candidate}, limit)
         return result or {"refusal": f"its process {end}"}
 

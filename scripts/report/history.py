@@ -51,8 +51,9 @@ class History:
         try:
             self.ledger = [LedgerRow(key, **row) for key, row in self.read("ledger.json").items()]
         except TypeError as error:
-            file = folder / "ledger.json"
-            raise UserError(f"{file} holds no ledger; restore it or delete it.") from error
+            raise UserError(
+                f"{folder / 'ledger.json'} holds no ledger; restore it or delete it."
+            ) from error
         self.state, self.weights = read_newest(str(folder), self.read_checkpoint)
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
         steps = {int(f.stem.removeprefix("step-")): f for f in folder.glob("samples/step-*.png")}
@@ -99,10 +100,9 @@ class History:
         if not checkpoints:
             return {}, {}
         file = checkpoints[-1] / "ema.safetensors"
-        parameters = sum(tensor.numel() for tensor in read_tensors(file).values())
         weights = {
             "file": file.relative_to(self.folder),
-            "parameters": parameters,
+            "parameters": sum(tensor.numel() for tensor in read_tensors(file).values()),
             "sha256": hash_file(file),
         }
         return flatten(read_state_file(checkpoints[-1])), weights
@@ -173,6 +173,8 @@ def format_cell(value: Any) -> str:
 def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Returns a row (key, both values) for each key, except run_dir, in which two flat mappings
     differ."""
-    keys = dict.fromkeys([*first, *second])
-    rows = [(key, first.get(key), second.get(key)) for key in keys if key != "run_dir"]
-    return [row for row in rows if row[1] != row[2]]
+    return [
+        (key, first.get(key), second.get(key))
+        for key in {**first, **second}
+        if key != "run_dir" and first.get(key) != second.get(key)
+    ]

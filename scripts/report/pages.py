@@ -171,9 +171,10 @@ def draw_plots(plots: Sequence[Plot], run: History) -> list[tuple[str, str]]:
 
 def collect_curves(plot: Plot, run: History) -> list[Curve]:
     """Returns the curves of a plot that have at least one finite point."""
-    keys = [key for key in run.latest if re.fullmatch(plot.keys, key)]
     curves = []
-    for key in keys:
+    for key in run.latest:
+        if not re.fullmatch(plot.keys, key):
+            continue
         points = [(x, y * plot.scale) for x, y in run.list_points(key, plot.over)]
         values = [y for _, y in points if math.isfinite(y)]
         label = re.sub(r"^eval_loss_t([\d.]+)_([\d.]+)$", r"t \1 to \2", key).replace("_", " ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -68,8 +68,7 @@ def spend_budget(cfg: TrainConfig, seconds: Mapping[str, float]) -> TrainConfig:
     samples = steps * cfg.batch_size
     factor = samples / cfg.total_samples
     intervals = {key: math.ceil(steps / count) for key, count in counts.items()}
-    warmup = round(factor * cfg.schedule.warmup_samples)
-    schedule = replace(cfg.schedule, warmup_samples=warmup)
+    schedule = replace(cfg.schedule, warmup_samples=round(factor * cfg.schedule.warmup_samples))
     ema = replace(cfg.ema, half_life_samples=factor * cfg.ema.half_life_samples)
     return replace(cfg, total_samples=samples, schedule=schedule, ema=ema, **intervals)
 
@@ -85,17 +84,17 @@ def measure_seconds(cfg: TrainConfig, device: torch.device, processes: int) -> d
 def measure_pauses(training: Training, file: Path, processes: int) -> dict[str, float]:
     """Measures the seconds of an evaluation and a sample grid, which is written to `file`, in a run
     of several processes, which share them."""
-    tasks: dict[str, Callable[[], object]] = {}
+    seconds = {}
+    # Both end with a result on the host.
     if training.cfg.eval_every:
-        tasks["evaluation_s"] = lambda: evaluate(training)
+        began = time.perf_counter()
+        evaluate(training)
+        seconds["evaluation_s"] = (time.perf_counter() - began) / processes
     if training.cfg.sample_every:
         autoencoder = build_autoencoder(training.loader.spec, training.device)
-        tasks["grid_s"] = lambda: draw_sample_grid(training, autoencoder, file)
-    seconds = {}
-    for name, task in tasks.items():
         began = time.perf_counter()
-        task()  # it ends with a result on the host
-        seconds[name] = (time.perf_counter() - began) / processes
+        draw_sample_grid(training, autoencoder, file)
+        seconds["grid_s"] = (time.perf_counter() - began) / processes
     return seconds
 
 

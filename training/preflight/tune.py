@@ -41,8 +41,14 @@ TUNER_PROGRAM = ["-m", "scripts.plan.tune"]
 HASHED_FOLDERS = ("accel", "common", "models", "training", "scripts/plan")
 """Folders whose code a cached choice depends on: if a file there changes, the tuner runs again."""
 FACTS_OF_RUN = (
-    *("model", "objective", "optim", "max_grad_norm", "runtime", "deterministic"),
-    *("batch_size", "accumulation_steps"),
+    "model",
+    "objective",
+    "optim",
+    "max_grad_norm",
+    "runtime",
+    "deterministic",
+    "batch_size",
+    "accumulation_steps",
 )
 """Keys of the configuration on which a choice depends."""
 Changes = Mapping[str, Any]
@@ -95,8 +101,11 @@ def tune_config(
 
 def search(job: Mapping[str, Any]) -> dict[str, Any]:
     """Lets the tuner try candidates, and returns its choice (see `tune_config`)."""
-    seconds = job["deadline"] - time.monotonic()
-    print(f"Trying techniques for at most {seconds:.0f} s …", file=sys.stderr, flush=True)
+    print(
+        f"Trying techniques for at most {job['deadline'] - time.monotonic():.0f} s …",
+        file=sys.stderr,
+        flush=True,
+    )
     choice = measure_apart(job)
     return choice | {"passing": not any(row["step_ms"] for row in choice["tried"])}
 
