@@ -33,8 +33,7 @@ ADAPTERS = {"lora": Lora(rank=3, alpha=5.0), "prompt": Prompt(), "mlp": Prompt(h
     [*((family, "lora") for family in FAMILIES), ("ssd_mlp", "prompt"), ("ssd_mlp", "mlp")],
 )
 def test_an_adapter_starts_as_the_model_and_merges(family, kind, tmp_path):
-    file = save_base(tmp_path / "base.safetensors", family)
-    model, _ = load_pretrained(file, CPU)
+    model, _ = load_pretrained(save_base(tmp_path / "base.safetensors", family), CPU)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     inputs = make_inputs(model)
     plain = model(*inputs)
@@ -161,5 +160,4 @@ def test_a_step_on_frozen_weights_costs_fewer_passes(targets, passes):
         assert count_passes(model) == passes
         with FlopCounterMode(display=False) as counter:
             model(*make_inputs(model)).square().mean().backward()
-    counted = counter.get_total_flops() / (2 * model.flops_per_sample())
-    assert abs(counted - passes) < 0.1
+    assert abs(counter.get_total_flops() / (2 * model.flops_per_sample()) - passes) < 0.1

@@ -159,8 +159,7 @@ def test_taef2_reconstructs_photos(assets):
     files = sorted((assets / "images").rglob("*.jpg"))
     pixels = [decode_image(file.read_bytes(), 128) for file in files[:: len(files) // 4][:4]]
     photos = torch.stack(pixels).float() / 127.5 - 1.0
-    folder = assets / "vae" / "taef2"
-    ours = DiffusersAutoencoder(str(folder))
+    ours = DiffusersAutoencoder(str(assets / "vae" / "taef2"))
     latents, _ = ours.encode(photos)
     assert latents.shape[:2] == (4, 32)
     assert psnr(ours.decode(latents), photos) > 24.0

@@ -114,8 +114,8 @@ def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
     network.aux_heads.update(heads)
     velocity, outputs = network(*inputs)
     assert torch.equal(velocity, plain)
-    shapes = dict.fromkeys(("internal", *heads), plain.shape)
-    assert {name: out.shape for name, out in outputs.items()} == shapes
+    assert outputs.keys() == {"internal", *heads}
+    assert all(out.shape == plain.shape for out in outputs.values())
     for blocks, head in enumerate(heads.values(), start=1):
         stream, vectors = add_up_stream(model, *inputs, blocks)
         torch.testing.assert_close(head.stream, stream)
@@ -131,8 +131,7 @@ def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
     torch.testing.assert_close(
         inner, estimate_velocity(model, stream, model.internal.head, *vectors)
     )
-    guided = model(*inputs, internal_guidance=3.0)
-    torch.testing.assert_close(guided, inner + 3 * (plain - inner))
+    torch.testing.assert_close(model(*inputs, internal_guidance=3.0), inner + 3 * (plain - inner))
     with torch.autocast("cpu", torch.bfloat16):
         network.train()(*inputs)
     assert all(head.stream.dtype == torch.float32 for head in heads.values())
@@ -250,8 +249,8 @@ def test_flops_agree_with_a_counter(family, size, side, monkeypatch):
     # The definition of the scan takes all tokens at once, as the kernels do and the closed form
     # counts.
     monkeypatch.setattr(definition, "MAX_PIECES", 1)
-    words = [f"{family}_{size}", "model.internal_block=1"]
-    model = make_on_meta(*words, height=side, width=side).requires_grad_(False)
+    model = make_on_meta(f"{family}_{size}", "model.internal_block=1", height=side, width=side)
+    model.requires_grad_(False)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         network = ModelWithHeads(model)
         network.tap("latent", 1, "objective.key")

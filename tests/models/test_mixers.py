@@ -71,8 +71,8 @@ def test_tokens_attend_within_their_window(window, shift, layer):
 
 def test_windows_of_every_other_block_are_shifted():
     blocks = make_denoiser("dit_windows", height=16, width=16).blocks
-    spans = [[2, 2, 2, 2]] * 2, [[1, 2, 2, 2, 1]] * 2
-    assert tuple(block.layers[0].spans for block in blocks) == spans
+    spans = [[[2, 2, 2, 2]] * 2, [[1, 2, 2, 2, 1]] * 2]
+    assert [block.layers[0].spans for block in blocks] == spans
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ def test_odd_layers_scan_columns_as_a_plain_layer_scans_the_transposed_grid(grid
     torch.nn.init.normal_(layer.conv_weight)  # it starts as the identity
     plain.load_state_dict(layer.state_dict())
     h = torch.randn(2, *grid, 64)
-    transposed = h.transpose(1, 2).flatten(1, 2)
-    columns = layer(h.flatten(1, 2)[:, layer.order], grid)
-    torch.testing.assert_close(columns, plain(transposed, grid[::-1]))
+    torch.testing.assert_close(
+        layer(h.flatten(1, 2)[:, layer.order], grid),
+        plain(h.transpose(1, 2).flatten(1, 2), grid[::-1]),
+    )

@@ -47,8 +47,7 @@ def test_each_guidance_extrapolates_inside_its_interval_only_the_internal_one_fi
     def model(x, t, y, internal_guidance=None):
         """The internal head estimates half the velocity."""
         calls.append((len(x), internal_guidance))
-        factor = 0.5 + 0.5 * (internal_guidance or 1.0)
-        return factor * y.view(-1, 1, 1, 1).float().expand_as(x)
+        return (0.5 + 0.5 * (internal_guidance or 1.0)) * y.view(-1, 1, 1, 1).float().expand_as(x)
 
     labels = Condition(torch.tensor([1, 2]))
     x = torch.zeros(2, 1, 1, 1)
@@ -59,8 +58,7 @@ def test_each_guidance_extrapolates_inside_its_interval_only_the_internal_one_fi
         assert velocity(x, t).flatten().tolist() == [null + 3 * (v - null) for v in with_labels]
     assert velocity(x, 0.8).flatten().tolist() == [1.25, 2.5]
     assert velocity(x, 1.0).flatten().tolist() == [1, 2]
-    plain = make_guided_velocity(model, labels, 5, settings | {"internal_guidance": 1.0})
-    plain(x, 0.5)
+    make_guided_velocity(model, labels, 5, settings | {"internal_guidance": 1.0})(x, 0.5)
     assert calls == [(4, None), (4, 1.5), (2, 1.5), (2, None), (4, None)]
 
 

@@ -22,11 +22,11 @@ def make_text_model(family, conditioning="text", tokens=False, **changes):
     return fill_zero_layers(make_denoiser(family, **options | changes))
 
 
-def draw_text(batch=2, lengths=(2, 4)):
+def draw_text():
     generator = torch.Generator().manual_seed(3)
-    pooled = torch.randn(batch, 8, generator=generator).half()
-    tokens = torch.randn(batch, TOKENS, 8, generator=generator).half()
-    return EncodedText(pooled, tokens, torch.tensor(lengths), torch.arange(batch))
+    pooled = torch.randn(2, 8, generator=generator).half()
+    tokens = torch.randn(2, TOKENS, 8, generator=generator).half()
+    return EncodedText(pooled, tokens, torch.tensor([2, 4]), torch.arange(2))
 
 
 def answer(model, text, labels=(0, 1)):
@@ -100,11 +100,10 @@ def test_every_way_of_attention_heeds_the_mask(window):
     groups = None if window == 16 else groups
     scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill(~seen, -torch.inf)
     expected = scores.softmax(-1) @ v
-    mask = make_mask(groups, prefix, 16)
     for ours in (
         attend(q, k, v, "auto", groups, prefix),
         attend(q, k, v, "math", groups, prefix),
-        attend_by_products(q, k, v, mask),
+        attend_by_products(q, k, v, make_mask(groups, prefix, 16)),
         attend_in_groups(q, k, v, groups, prefix),
     ):
         torch.testing.assert_close(ours, expected)

@@ -41,8 +41,7 @@ PROMPTS = [
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_prompt_arrives_as_it_was_typed(prompt):
-    words = ["run_dir=runs/mine", f"prompt={prompt}", "count=3"]
-    cfg = parse_words(SampleConfig, words, "")
+    cfg = parse_words(SampleConfig, ["run_dir=runs/mine", f"prompt={prompt}", "count=3"], "")
     assert (cfg.prompt, cfg.count) == (prompt, 3)
 
 
@@ -50,18 +49,17 @@ def test_a_prompt_arrives_as_it_was_typed(prompt):
 def captioned_run(request, tmp_path_factory):
     """A few quick steps on digits with captions, of which attention reads the tokens; sixes have
     none. Read only."""
-    folder = tmp_path_factory.mktemp("captioned")
-    return train_on_digits(folder, request.param, captionless=6)
+    return train_on_digits(tmp_path_factory.mktemp("captioned"), request.param, captionless=6)
 
 
 def train_on_digits(folder, conditioning, **settings):
     """Makes a set with captions and trains a few steps on it; returns the folder of the run."""
     save_digits(folder / "set", count=64, **settings)
-    words = ["data=resident", f"data.path={folder}/set", "model=dit_xs", "sample_every=8"]
-    words += [f"model.conditioning={conditioning}", "model.text_tokens=true"]
-    words += ["eval_every=0", "save_every=8", "sampling.steps=3", "sampling.per_class=2"]
-    words += ["total_samples=128", "batch_size=16", "optim.lr=2e-2", "runtime.precision=fp32"]
-    train(compose([*TINY_MODEL, *words, f"run_dir={folder}/run"]))
+    words = f"""data=resident data.path={folder}/set model=dit_xs sample_every=8
+    model.conditioning={conditioning} model.text_tokens=true
+    eval_every=0 save_every=8 sampling.steps=3 sampling.per_class=2
+    total_samples=128 batch_size=16 optim.lr=2e-2 runtime.precision=fp32 run_dir={folder}/run"""
+    train(compose([*TINY_MODEL, *words.split()]))
     return folder / "run"
 
 
@@ -87,14 +85,16 @@ def test_samples_of_prompts(captioned_run, tmp_path):
     (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n\n{OTHER}\n")
     words = ["guidance=20"]  # after so few steps the images hardly differ
     words += choose(model, "labels=[1,2]")
-    listed = f"prompts={tmp_path}/prompts.txt"
-    images, numbers, facts = draw(captioned_run, tmp_path / "a", listed, *words)
+    images, numbers, facts = draw(
+        captioned_run, tmp_path / "a", f"prompts={tmp_path}/prompts.txt", *words
+    )
     assert numbers == [0, 1, 0, 1, 0, 1]
     assert facts["classes"] == {"0": PROMPT, "1": OTHER}
     same, *_ = draw(captioned_run, tmp_path / "c", f"prompt=[{PROMPT},{OTHER}]", *words)
     assert np.array_equal(same, images)
-    how = {"batch_size": 4, "steps": 2, "guidance": 20.0}
-    again = model.sample(choose(model, 1, 2) * 3, prompts=[PROMPT, OTHER] * 3, **how)
+    again = model.sample(
+        choose(model, 1, 2) * 3, 4, prompts=[PROMPT, OTHER] * 3, steps=2, guidance=20.0
+    )
     assert np.array_equal(again, images)
     words += ["grid=4", *choose(model, "labels=[1]")]
     other, _, other_facts = draw(captioned_run, tmp_path / "b", f"prompt={PROMPT}", *words)
@@ -191,8 +191,8 @@ def clip(tmp_path_factory):
     transformers.CLIPModel(config).save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
-    transformers.CLIPTokenizer(*files).save_pretrained(folder)
+    tokenizer = transformers.CLIPTokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -200,12 +200,19 @@ def test_the_clip_score(captioned_run, clip, tmp_path):
     """transformers computes it from the images and captions that the same settings draw."""
     from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
-    few = {"count": 8, "steps": 1}
-    paths = {"run_dir": str(captioned_run), "clip": str(clip), "out": str(tmp_path / "figures")}
-    result = evaluate_run(EvaluateConfig(**few, **paths))
+    result = evaluate_run(
+        EvaluateConfig(
+            run_dir=str(captioned_run),
+            clip=str(clip),
+            out=str(tmp_path / "figures"),
+            count=8,
+            steps=1,
+        )
+    )
     assert result["protocol"]["labels"] == "train"
-    words = ("prompts=train", "steps=1", "count=8")
-    images, numbers, facts = draw(captioned_run, tmp_path / "s", *words)
+    images, numbers, facts = draw(
+        captioned_run, tmp_path / "s", "prompts=train", "steps=1", "count=8"
+    )
     texts = [facts["classes"][str(number)] for number in numbers]
     tokens = AutoTokenizer.from_pretrained(clip)(texts, padding=True, return_tensors="pt")
     prepare = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16)
@@ -263,8 +270,9 @@ def test_an_exported_pipeline_opens_an_encoder_of_transformers(tmp_path):
     for file in ("README.md", "transformer/config.json"):
         assert str(bert) not in (folder / file).read_text().replace(str(folder), "")
     assert "text_encoder_path=<the folder" in (folder / "README.md").read_text()
-    options = {"trust_remote_code": True, "text_encoder_path": str(bert)}
-    pipe = DiffusionPipeline.from_pretrained(folder, **options)
+    pipe = DiffusionPipeline.from_pretrained(
+        folder, trust_remote_code=True, text_encoder_path=str(bert)
+    )
     images = pipe("a red apple", num_inference_steps=2, output_type="np").images
     expected = load_run(run, runtime={}).sample(prompts=["a red apple"], steps=2)
     assert np.array_equal(images, expected)

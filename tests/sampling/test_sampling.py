@@ -156,7 +156,7 @@ def test_classes_go_by_number_and_by_name():
     ],
 )
 def test_a_label_that_is_no_class_is_a_short_sentence(label, sentence):
-    with pytest.raises(ValueError, match=f"^labels: .*{sentence}") as caught:
+    with expect_refusal(f"^labels: .*{sentence}") as caught:
         find_class_numbers([label], NAMED.names, 6)
     assert len(str(caught.value)) < 300
 

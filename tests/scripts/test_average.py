@@ -14,8 +14,7 @@ from common.config.compose import compose
 from common.files import ROOT
 from sampling.load import load_run
 from scripts.average import MAX_RESIDUAL, AverageConfig, average, fit_profile
-from scripts.plan.report import PlanConfig, plan_run
-from tests.harness.plans import PLANNED_RUN
+from tests.harness.plans import forecast_words
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte
 from train import train
@@ -23,22 +22,9 @@ from training.checkpoint.snapshots import Snapshot, write_average
 from training.optim.power_averages import find_exponent
 
 LENGTHS = (0.03, 0.04, 0.05, 0.07, 0.10, 0.13, 0.16, 0.20)
-RUN = [
-    "model=conv_xs",
-    "model.dim=32",
-    "model.depth=1",
-    "model.head_dim=16",
-    "model.patch_size=2",
-    "runtime=eager",
-    "batch_size=8",
-    "total_samples=1024",
-    "optim.lr=1e-2",
-    "log_every=64",
-    "eval_every=0",
-    "sample_every=0",
-    "save_every=0",
-    "ema.snapshots=32",
-]
+RUN = """model=conv_xs model.dim=32 model.depth=1 model.head_dim=16 model.patch_size=2 runtime=eager
+batch_size=8 total_samples=1024 optim.lr=1e-2 log_every=64 eval_every=0 sample_every=0 save_every=0
+ema.snapshots=32"""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +34,7 @@ def kept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("average") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.assemble.LENGTHS", LENGTHS)
-        train(compose([*RUN, f"run_dir={folder}"]))
+        train(compose([*RUN.split(), f"run_dir={folder}"]))
     files = {
         length: folder / f"averages/samples-1024-{length:.2f}.safetensors" for length in LENGTHS
     }
@@ -103,7 +89,7 @@ def test_an_average_is_a_weights_file_of_its_run(kept):
     assert out == run / "averages" / "length-0.15-at-512.safetensors"
     trained = load_run(out, key="weights")
     assert trained.opened.description.step == 64
-    assert trained.data == compose(RUN).source["data"]
+    assert trained.data == compose(RUN.split()).source["data"]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +113,9 @@ def test_what_snapshots_cannot_give_is_refused(changes, sentence, kept):
 
 
 def test_a_plan_counts_both_averages():
-    without, planned = (
-        plan_run(PlanConfig(hardware="h100"), [*PLANNED_RUN, f"ema.snapshots={count}"])
-        for count in (0, 32)
-    )
-    parameters = without["parts_gib"]["averages"] / 4
-    added = planned["parts_gib"]["averages"] - without["parts_gib"]["averages"]
-    assert added == pytest.approx(8 * parameters)
+    """The average that each run keeps, and two more."""
+    one, three = (forecast_words(f"ema.snapshots={count}").needs.averages for count in (0, 32))
+    assert three == pytest.approx(3 * one)
 
 
 @pytest.mark.fault(

@@ -32,8 +32,8 @@ def test_settings_are_what_they_say(setting, batch, tokens):
 
 
 def test_words_are_the_commands_own_or_overrides():
-    words = ["setting=s32", "steps=7", "runtime=max", "model=dit_s"]
-    job = plan_job("step", [*words, "out=x", "again=all"])
+    words = "setting=s32 steps=7 runtime=max model=dit_s out=x again=all"
+    job = plan_job("step", words.split())
     assert job.cfg.steps == job.cfg.loss_steps == 7
     overrides = job.cases[0].overrides
     assert "model=ssd_mlp_s" not in overrides
@@ -68,8 +68,7 @@ def test_a_command_prints_its_table_and_fails_with_a_case(tmp_path, monkeypatch,
     bench(["doctor", "setting=tiny", f"out={tmp_path}"])
     assert "copy_gb_s" in capsys.readouterr().out
     # Results are published, so they name no folder of this machine.
-    results = [file.read_text() for file in tmp_path.glob("*/*.json")]
-    assert str(ROOT) not in results[0]
+    assert str(ROOT) not in next(tmp_path.glob("*/*.json")).read_text()
     with pytest.raises(SystemExit, match="1 of 1 cases failed: step"):
         bench(["step", "setting=tiny", "data=resident", f"data.path={tmp_path}", f"out={tmp_path}"])
     assert "manifest.json" in capsys.readouterr().out

@@ -22,10 +22,11 @@ def test_repeats_are_interleaved_and_turned_round():
 
 
 def test_a_clock_waits_for_the_device(monkeypatch):
-    """Before it starts, and before it stops."""
+    """Before it starts, and before it stops. The seconds are those of the given clock."""
     done = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
-    measure_seconds(lambda: done.append("ran"), torch.device("cuda"))
+    clock = iter((1.0, 4.0)).__next__
+    assert measure_seconds(lambda: done.append("ran"), torch.device("cuda"), clock) == 3.0
     assert done == ["waited", "ran", "waited"]
 
 
@@ -61,5 +62,7 @@ def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp
 
 
 def test_a_phase_takes_what_lies_between_its_marks():
-    marks = [("start", 0.0), ("forward", 1.0), ("backward", 3.0), ("forward", 3.5)]
-    assert sum_phases(marks) == {"forward": 1500.0, "backward": 2000.0}
+    assert sum_phases([("start", 0.0), ("forward", 1.0), ("backward", 3.0), ("forward", 3.5)]) == {
+        "forward": 1500.0,
+        "backward": 2000.0,
+    }

@@ -120,8 +120,7 @@ def test_rates_are_measured():
 def test_pretended_cards_have_what_their_capability_allows(monkeypatch, capsys):
     """Installed packages do not matter, and nothing of the pretence stays."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    cards = ["a100", "h100", "b200", "rtx5090"]
-    doctor.diagnose(doctor.DoctorConfig(cards=cards, json=True))
+    doctor.diagnose(doctor.DoctorConfig(cards=["a100", "h100", "b200", "rtx5090"], json=True))
     rows = {word: row for word, *row in json.loads(capsys.readouterr().out)}
     flash3 = "FlashAttention-3 needs compute capability 9.x; flash_attn_interface"
     assert rows["runtime.attention=flash3"] == ["no", "yes", "no", "no", flash3]

@@ -76,16 +76,16 @@ def start(tmp_path):
     which does nothing."""
     for name, line in STUBS.items():
         save_program(tmp_path / name, line)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
 
     def run(command, **variables):
-        environment = os.environ | {"PATH": path} | variables
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, **variables}
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        calls = (tmp_path / "calls").read_text().strip("\n").split("\n\n")
-        return [call.splitlines() for call in calls]
+        calls = (tmp_path / "calls").read_text().strip("\n")
+        return [call.splitlines() for call in calls.split("\n\n")]
 
     return run
 

@@ -24,6 +24,7 @@ from scripts.export.folder import AUTOENCODER, AUTOENCODING, MODELLING, TRANSFOR
 from tests.harness.adapters import FAMILIES, save_base
 from tests.harness.denoisers import fill_zero_layers, make_inputs
 from tests.harness.published_models import SHAPES, draw_weights, import_published
+from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder, save_tiny_taef2
 from tests.harness.words import CPU, TINY_MODEL
 from training.assemble import assemble
@@ -44,7 +45,8 @@ def load_code(file):
     return SimpleNamespace(**runpy.run_path(str(file)))
 
 
-def import_shape(name, folder, vae):
+def import_shape(name, folder, vae=None):
+    vae = vae or save_tiny_autoencoder("AutoencoderTiny", folder / "vae")
     return str(import_published(folder, draw_weights(SHAPES[name]), vae, SHAPES[name]))
 
 
@@ -56,8 +58,7 @@ def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(name, tmp_path
     if name in FAMILIES:
         weights = save_base(tmp_path / "base.safetensors", name)
     else:
-        vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
-        weights = import_shape(name, tmp_path, vae)
+        weights = import_shape(name, tmp_path)
     folder = export_to(tmp_path / "out", weights=str(weights))
     files = [folder / "transformer" / f"{MODELLING}.py", folder / "pipeline.py"]
     for file in files:
@@ -154,14 +155,15 @@ np.savez(out, noise=noise.numpy(), **found)
 """
 
 
+HYBRID = """model=hybrid_xs model.internal_block=1 model.attention_every=2 runtime=eager
+batch_size=4 data=synthetic data.channels=4 data.height=8 data.width=8 data.num_classes=3"""
+
+
 def test_stock_diffusers_draws_the_same_images(tmp_path, capsys):
     """A process without our packages opens the folder with its autoencoder, without a warning, and
     only with trust_remote_code."""
     vae = save_tiny_taef2(tmp_path / "vae")
-    words = ["model=hybrid_xs", "model.internal_block=1", *TINY_MODEL, "runtime=eager"]
-    words += ["batch_size=4", "data=synthetic", "data.channels=4", "data.height=8"]
-    words += ["data.width=8", "data.num_classes=3", "model.attention_every=2"]
-    training = assemble(compose(words).cfg, CPU)
+    training = assemble(compose([*HYBRID.split(), *TINY_MODEL]).cfg, CPU)
     spec = dataclasses.replace(
         training.loader.spec,
         class_names=["apple", "pear", "plum"],
@@ -171,8 +173,7 @@ def test_stock_diffusers_draws_the_same_images(tmp_path, capsys):
     )
     file = tmp_path / "ema.safetensors"
     header = {"model": training.cfg.model, "spec": spec.as_dict(), "step": 1}
-    weights = fill_zero_layers(training.model).state_dict()
-    save_file(weights, file, make_header(header, "ema"))
+    save_file(fill_zero_layers(training.model).state_dict(), file, make_header(header, "ema"))
     folder = export_to(tmp_path / "out", weights=str(file))
     printed, _, code = capsys.readouterr().out.partition("\n\n")
 
@@ -210,9 +211,8 @@ def test_stock_diffusers_draws_the_same_images(tmp_path, capsys):
 def test_the_autoencoder_may_stay_where_it_is(changes, includable, called, tmp_path, monkeypatch):
     """The folder names it, so that nobody takes its latents for pixels; also where it is no class
     of diffusers."""
-    vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
     monkeypatch.setattr("scripts.export.folder.can_be_included", lambda _: includable)
-    folder = export_to(tmp_path / "out", weights=import_shape("sit", tmp_path, vae), **changes)
+    folder = export_to(tmp_path / "out", weights=import_shape("sit", tmp_path), **changes)
     assert json.loads((folder / "model_index.json").read_text())["vae"] == [None, None]
     assert not (folder / "vae").exists()
     assert read_latents(folder)["autoencoder"] == "vae"
@@ -221,7 +221,7 @@ def test_the_autoencoder_may_stay_where_it_is(changes, includable, called, tmp_p
 
 def test_code_of_somebody_else_cannot_be_copied():
     node = compose(["model=dit_xs", "model.mixer._target_=myproj.Own"]).cfg.model
-    with pytest.raises(ValueError, match="is code of your own, which format=diffusers cannot copy"):
+    with expect_refusal("is code of your own, which format=diffusers cannot copy"):
         refuse_own_code(node)
 
 
@@ -237,6 +237,6 @@ def test_code_of_somebody_else_cannot_be_copied():
 def test_a_mistake_is_a_sentence(changes, sentence, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     settings = {"run_dir": str(tmp_path), "out": str(tmp_path / "new")} | changes
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         export(ExportConfig(**settings))
     assert not (tmp_path / "new").exists()

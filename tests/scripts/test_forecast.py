@@ -17,14 +17,9 @@ from tests.harness.words import CPU, slow
 from training.assemble import assemble
 from training.preflight.memory import count_lasting_bytes, make_blank_batch
 
-LATENTS = [
-    "data=synthetic",
-    "data.channels=4",
-    "data.height=16",
-    "data.width=16",
-    "data.count=8",
-    "data.num_classes=9",
-]
+LATENTS = (
+    "data=synthetic data.channels=4 data.height=16 data.width=16 data.count=8 data.num_classes=9"
+)
 CHECKPOINTING = [
     f"runtime.gradient_checkpointing=true runtime.checkpoint_policy={policy}"
     for policy in ("blocks", "every_2", "selective")
@@ -68,8 +63,10 @@ def count_peak(words):
     training = assemble(compose(words).cfg, CPU)
 
     def make_batches():
-        steps = range(training.cfg.accumulation_steps)
-        return [make_blank_batch(training, training.micro_batch) for _ in steps]
+        return [
+            make_blank_batch(training, training.micro_batch)
+            for _ in range(training.cfg.accumulation_steps)
+        ]
 
     training.step(make_batches())
     batches = make_batches()
@@ -87,6 +84,7 @@ def draw_words(seed):
     compiled = draw.random() < 0.2
     hybrid = "model.attention_every=2" if family == "mamba" and seed % 2 else ""
     words = [
+        LATENTS,
         f"model={family}_xs model.dim=64 model.head_dim=32 model.depth={draw.randint(4, 7)}",
         hybrid,
         f"batch_size={accumulation * draw.choice([2, 5, 16])} accumulation_steps={accumulation}",
@@ -97,7 +95,7 @@ def draw_words(seed):
         f"runtime.offload_optimizer={draw.choice(['false', 'false', 'true'])}",
         "runtime.compile=true" if compiled else draw.choice([*CHECKPOINTING, ""]),
     ]
-    return [*LATENTS, *(" ".join(words)).split()]
+    return " ".join(words).split()
 
 
 FAST = (3, 12, 13, 14, 29)
@@ -112,6 +110,5 @@ def test_the_predicted_peak_is_the_counted_one(seed, monkeypatch):
         pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(Compile, "backend", PARTITION_BACKEND)
     cfg = compose(words).cfg
-    spec = assemble(cfg, CPU).loader.spec
-    plan = forecast(Question(cfg, spec, gpu=False))
+    plan = forecast(Question(cfg, assemble(cfg, CPU).loader.spec, gpu=False))
     assert plan.needs.total == pytest.approx(count_peak(words), rel=0.05), (words, plan.phases)

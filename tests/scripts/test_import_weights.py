@@ -146,16 +146,15 @@ def test_a_checkpoint_of_something_else_is_refused(content, sentence, publish, t
 def test_sit_without_an_encoder_has_the_channels_of_stable_diffusion(tmp_path):
     source = tmp_path / "sit.pt"
     torch.save(SIT, source)
-    out = str(tmp_path / "x.safetensors")
-    cfg = WeightsConfig(source=str(source), kind="sit", out=out, head_dim=12)
+    cfg = WeightsConfig(str(source), "sit", str(tmp_path / "x.safetensors"), head_dim=12)
     with expect_refusal("draws latents of 3 channels, and encoder=sd.* makes 4"):
         import_weights(cfg)
 
 
 def test_no_path_is_written_over_and_classes_have_names(publish, tmp_path):
     (tmp_path / "names.txt").write_text("a\nb\nc\nd\na\n")  # ImageNet has two classes named crane
-    file = publish(classes=str(tmp_path / "names.txt"))
-    assert load_pretrained(file, CPU)[1].names == list("abcda")
+    _, spec = load_pretrained(publish(classes=str(tmp_path / "names.txt")), CPU)
+    assert spec.names == list("abcda")
     with expect_refusal("is there already"):
         publish()
     source = tmp_path / "DiT-XL-2.safetensors"

@@ -9,13 +9,7 @@ from common.environment import CARDS, match_card
 from common.memory import GIB
 from scripts.plan.__main__ import main
 from scripts.plan.changes import find_largest, list_savings
-from scripts.plan.report import (
-    PlanConfig,
-    choose_card,
-    find_largest_micro_batch,
-    forecast_run,
-    plan_run,
-)
+from scripts.plan.report import PlanConfig, choose_card, find_largest_micro_batch, plan_run
 from tests.harness.plans import PLANNED, PLANNED_RUN, forecast_words
 
 
@@ -42,8 +36,11 @@ def test_the_plan_of_a_run(capsys, monkeypatch):
     assert sum(plan["parts_gib"].values()) == pytest.approx(plan["peak_gib"])
     assert max(plan["phases_gib"].values()) == pytest.approx(plan["peak_gib"])
 
-    savings = list_savings(forecast_words("batch_size=256").question)
-    micro_batches = [saving for saving in savings if "accumulation_steps" in saving.values]
+    micro_batches = [
+        saving
+        for saving in list_savings(forecast_words("batch_size=256").question)
+        if "accumulation_steps" in saving.values
+    ]
     monkeypatch.setattr("scripts.plan.report.list_savings", lambda *_: micro_batches)
     card = CARDS["a10"]._replace(memory=0.7 * GIB)
     monkeypatch.setitem(CARDS, "a10", card)
@@ -51,8 +48,7 @@ def test_the_plan_of_a_run(capsys, monkeypatch):
     assert "on 1 × a10, in phase backward: does not fit" in text
     change = text.partition("cheapest change that fits: ")[2].partition(" (")[0]
     assert change.startswith("accumulation_steps=")
-    changed = forecast_run([*PLANNED_RUN, "batch_size=256", *change.split()], PlanConfig(), card)
-    assert changed.needs.total <= card.memory
+    assert forecast_words("batch_size=256", *change.split()).needs.total <= card.memory
     monkeypatch.setitem(CARDS, "a10", card._replace(memory=0.2 * GIB))
     text = run_plan(capsys, "batch_size=256", "hardware=a10")
     assert "no change that this plan knows" in text
@@ -72,10 +68,9 @@ def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     sizes = [int(line.partition(" ")[0].removeprefix("depth=")) for line in lines[1:3]]
     for size, way, gpus in ((sizes[0], "runtime=eager", 1), (sizes[1], fsdp, 2)):
-        grown = [*words, *way.split(), f"batch_size={32 * gpus}"]
+        grown = [*way.split(), f"batch_size={32 * gpus}"]
         inside, beyond = (
-            forecast_run([*grown, f"model.depth={depth}"], PlanConfig(gpus=gpus), card)
-            for depth in (size, size + 1)
+            forecast_words(*grown, f"model.depth={depth}", gpus=gpus) for depth in (size, size + 1)
         )
         assert inside.needs.total <= card.memory < beyond.needs.total
     assert sizes[0] < sizes[1]
@@ -98,8 +93,9 @@ def test_hours_and_cost_follow_a_rate(tmp_path, capsys):
     (tmp_path / "summary.json").write_text('{"samples_per_s": 1024.0}')
     words = ["hardware=h100", "gpus=2", "total_samples=3686400", "price_per_hour=2"]
     for rate in (f"rate_of={tmp_path}", "samples_per_s=1024"):
-        text = run_plan(capsys, *words, rate)
-        assert "1.00 hours for 3686400 samples at 1024.0 a second, 4.00 in all" in text
+        assert "1.00 hours for 3686400 samples at 1024.0 a second, 4.00 in all" in run_plan(
+            capsys, *words, rate
+        )
     assert "no hours and no cost without a rate" in run_plan(capsys, *words)
     by_peak = plan_run(PlanConfig(hardware="h100", gpus=2, mfu=0.5), PLANNED_RUN)["samples_per_s"]
     flops = 3.0 * forecast_words().network.model.flops_per_sample()

@@ -10,15 +10,11 @@ from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.parallel import DataParallel
 from common.config.compose import compose
-from common.environment import CARDS
 from scripts.plan import memory
 from scripts.plan.changes import count_savings, list_savings
 from scripts.plan.question import Question
-from scripts.plan.report import PlanConfig, forecast_run
 from tests.harness.plans import PLANNED_RUN, forecast_words, pretend_processes
 from training.weights.pretrained import build_on_meta
-
-H200 = CARDS["h200"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of FSDP2 on the block's views, which nobody writes to
@@ -60,13 +56,14 @@ def test_what_saves_memory_saves_it(base, saving, part):
 
 def test_sharding_cuts_the_state():
     alone = forecast_words()
-    ways = {way: f"runtime.parallel.mode={way}" for way in ("ddp", "fsdp", "hsdp")}
-    on_64 = {way: forecast_words(word, "batch_size=2048", gpus=64) for way, word in ways.items()}
-    ddp, fsdp, hsdp = (plan.needs.total for plan in on_64.values())
-    assert fsdp < hsdp < ddp == alone.needs.total
-    assert on_64["fsdp"].lasting["optimizer"] == pytest.approx(alone.lasting["optimizer"] / 64)
+    ddp, fsdp, hsdp = (
+        forecast_words(f"runtime.parallel.mode={way}", "batch_size=2048", gpus=64)
+        for way in ("ddp", "fsdp", "hsdp")
+    )
+    assert fsdp.needs.total < hsdp.needs.total < ddp.needs.total == alone.needs.total
+    assert fsdp.lasting["optimizer"] == pytest.approx(alone.lasting["optimizer"] / 64)
     # the model is built whole before it is sharded
-    assert on_64["fsdp"].phases["start"].weights == alone.needs.weights
+    assert fsdp.phases["start"].weights == alone.needs.weights
 
 
 def forecast_parallel(*words):
@@ -84,10 +81,11 @@ def test_options_of_parallelism_move_the_forecast():
     # gradients are whole until the last micro-batch
     once, four_times = (
         forecast_words("runtime.parallel.mode=fsdp", f"accumulation_steps={n}", gpus=8)
+        .phases["backward"]
+        .gradients
         for n in (1, 4)
     )
-    gradients = once.phases["backward"].gradients
-    assert four_times.phases["backward"].gradients >= 8 * gradients > 0.0
+    assert four_times >= 8 * once > 0.0
 
 
 def test_one_of_many_processes_counts_as_one_that_is_alone(monkeypatch):
@@ -117,8 +115,9 @@ def test_what_saves_memory_is_tried_from_the_cheapest_on():
 
 def test_what_each_change_saves_is_counted_and_the_most_comes_first(monkeypatch):
     """The order is that of this run; keys that are not available are left out."""
-    kinds = (CheckpointBlocks, DataParallel, OffloadActivations)
-    monkeypatch.setattr("scripts.plan.changes.TECHNIQUES", kinds)
+    monkeypatch.setattr(
+        "scripts.plan.changes.TECHNIQUES", (CheckpointBlocks, DataParallel, OffloadActivations)
+    )
     now = forecast_words("batch_size=256")
     rows = count_savings(now)
     sizes = [row["bytes"] for row in rows]
@@ -132,14 +131,13 @@ def test_what_each_change_saves_is_counted_and_the_most_comes_first(monkeypatch)
 
 def test_models_of_other_makes_are_counted_whole_or_refused():
     expected = forecast_words("model.depth=3").needs.total
-    planted = [*PLANNED_RUN, "extensions=[tests]", "model._target_=tests.harness.planted_tuning."]
-    fixed = forecast_run([*planted[:-1], f"{planted[-1]}Fixed", "~model.depth"], PlanConfig(), H200)
+    own = "extensions=[tests]"
+    target = "model._target_=tests.harness.planted_tuning"
+    fixed = forecast_words(own, f"{target}.Fixed", "~model.depth")
     assert fixed.depths == [3]
     assert fixed.needs.total == pytest.approx(expected, rel=1e-3)
-    with pytest.raises(
-        ValueError, match=r"model._target_=tests.harness.planted_tuning.Looking: its step cannot be"
-    ):
-        forecast_run([*planted[:-1], f"{planted[-1]}Looking"], PlanConfig(), H200)
+    with pytest.raises(ValueError, match=f"{target}.Looking: its step cannot be"):
+        forecast_words(own, f"{target}.Looking")
 
 
 def test_heads_after_deep_blocks_are_counted():

@@ -34,9 +34,12 @@ COMMIT = "0123456789abcdef"
 
 def make_result(benchmark, entry, **run):
     command = f"python -m scripts.bench {benchmark.partition('_')[0]} setting=s256 name={benchmark}"
-    git = {"commit": COMMIT, "uncommitted_changes": False}
-    environment = {"code": "c1", "git": git, "command": command} | GPU | run
-    return {"benchmark": benchmark, "entry": entry, "environment": environment}
+    environment = {
+        "code": "c1",
+        "git": {"commit": COMMIT, "uncommitted_changes": False},
+        "command": command,
+    }
+    return {"benchmark": benchmark, "entry": entry, "environment": environment | GPU | run}
 
 
 def make_rung(name, speed, **more):
@@ -129,8 +132,7 @@ def test_a_result_keeps_the_figures_that_a_page_prints_and_no_others(tmp_path):
         page = make_page(benchmark, entry)
         publish.write_figures(page, tmp_path)
         (kept,) = publish.read_page(tmp_path / page.file).entries
-        forms = TABLES["columns"].get(page.command, {}).values()
-        columns = {*re.findall(r"{(\w+)", " ".join(forms))}
+        columns = {*re.findall(r"{(\w+)", str(TABLES["columns"].get(page.command)))}
         assert named | columns & entry.keys() <= kept.keys()
         assert "samples" not in kept
 
@@ -158,8 +160,10 @@ def test_an_older_result_stays_with_its_commit_until_it_is_replaced(root, pages)
     assert "2026-12-01, 2027-01-05; code abcdef0123;" in text
     assert "a: measured by code 0123456789, 2026-12-01, torch 2.11.0." in text
 
-    other = {"hardware": "NVIDIA H100 PCIe", "date": "2027-01-09T10:00:00"}
-    add_results(root, make_result("ladder_s256", make_rung("d", 1.0), **other))
+    other = make_result(
+        "ladder_s256", make_rung("d", 1.0), hardware="NVIDIA H100 PCIe", date="2027-01-09T10:00:00"
+    )
+    add_results(root, other)
     entries = publish.read_page(pages / "h100/ladder_s256.json").entries
     assert [entry["name"] for entry in entries] == ["d"]  # a section is of one machine
 
@@ -186,8 +190,10 @@ def test_the_front_says_what_was_measured_and_where():
     steps = [make_rung("0", 1.0, batch_size=4), make_rung("+ bf16", 1.5)]
     steps += [make_rung("+ compiled blocks", 3.0), make_rung("max", 9.0, not_on=["cuda_graph"])]
     ladder = make_page("ladder_33m", *steps, **CPU)
-    off = {"not_on": ["tf32"], "baseline_not_on": ["tf32"]}  # on neither side of the comparison
-    mixers = make_page("mixers_33m", make_rung("ssd_mlp", 0.5, **off), **CPU)
+    # tf32 is on neither side of the comparison
+    mixers = make_page(
+        "mixers_33m", make_rung("ssd_mlp", 0.5, not_on=["tf32"], baseline_not_on=["tf32"]), **CPU
+    )
     front = make_tables([ladder, mixers])["front"]
     for part in (
         "| two CPU cores, batch 4 |",
@@ -281,8 +287,7 @@ def test_the_page_of_guides_shows_a_figure_and_where_it_was_measured(monkeypatch
     monkeypatch.setitem(TABLES, "guides", GUIDES | {"more": {"Memory": rows}})
     failed = {"name": "other", "peak_change": 9.0, "error": "it failed"}
     cpu = make_page("counted_b256", {"name": "bf16", "peak_change": -0.5}, failed, **CPU)
-    step = make_page("step_tiny", make_rung("s", 3.0), **CPU)
-    text = make_tables([cpu, step])["more"]
+    text = make_tables([cpu, make_page("step_tiny", make_rung("s", 3.0), **CPU)])["more"]
     assert "2 × | one: -50% [cpu-counted-b256] |" in text
     assert "[cpu-counted-b256]: benchmarks/cpu.md#counted-b256" in text
     assert "| later | `a.b`, `c.d` | 3 × | declined: why |" in text

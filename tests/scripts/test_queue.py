@@ -19,6 +19,7 @@ from scripts.bench.queue import GpuConfig, plan_jobs, run_queue
 from scripts.bench.runner import START_SECONDS, Runner, open_runner
 from tests.harness import planted_cases as planted
 from tests.harness.planted_cases import exhausts, hangs, is_killed, raises, value
+from tests.harness.refusals import expect_refusal
 from tests.harness.sets import wait_until_dead
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -43,8 +44,7 @@ def run_all(job, folder, again=None, **more):
 
 def read_results(folder):
     """Content of each file of results, by name."""
-    files = sorted(folder.glob("step_tiny/*.json"))
-    return {file.name: json.loads(file.read_text()) for file in files}
+    return {file.name: json.loads(file.read_text()) for file in folder.glob("step_tiny/*.json")}
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner, "describe_environment", lose)
     message = r"no process can measure here: RuntimeError: CUDA error: the device is lost.*log\.txt"
-    with pytest.raises(ValueError, match=message):
+    with expect_refusal(message):
         run_all(planted.plan_job(value), tmp_path)
 
 
@@ -152,12 +152,12 @@ def test_the_order_is_by_need(tmp_path, monkeypatch):
     tasks = [(job, case) for case in job.cases]
     for again, expected in ((None, "0231"), ("failed", "04231"), ("all", "042315")):
         assert [case.name[-1] for _, case in runs.order(tasks, again)] == list(expected), again
-    with pytest.raises(ValueError, match="again=true: choose all, failed, or leave it out"):
+    with expect_refusal("again=true: choose all, failed, or leave it out"):
         runs.run(tasks, "true")
 
 
 def test_a_folder_has_one_bench_at_a_time(tmp_path):
-    refused = pytest.raises(ValueError, match="another bench measures into it")
+    refused = expect_refusal("another bench measures into it")
     with open_runner(str(tmp_path)), get_context("fork").Pool(1) as pool, refused:
         pool.apply(run_queue, [[f"out={tmp_path}", "only=[step]"]])
 
@@ -165,8 +165,7 @@ def test_a_folder_has_one_bench_at_a_time(tmp_path):
 def test_items_are_understood_and_the_first_nine_minutes_tell_most():
     jobs = {job.cfg.name: job for job in plan_jobs(GpuConfig())}
     for job in jobs.values():
-        names = {case.name for case in job.cases}
-        assert len(names) == len(job.cases) > 0
+        assert len({case.name for case in job.cases}) == len(job.cases) > 0
         assert job.seconds > 0
     assert {item["words"].split()[0] for item in TABLES["queue"].values()} == set(COMMANDS)
     first = ["doctor", "tests_smoke", "kernels", "mixers_b256"]
@@ -187,8 +186,7 @@ def test_the_queue_says_what_remains_and_sends_home_what_it_has(tmp_path, monkey
     monkeypatch.setattr(queue, "plan_job", lambda command, words: job)
     words = [f"out={tmp_path / 'out'}", "setting=tiny", "only=[step]"]
     run_queue([*words, "seconds=20"])
-    remains = "remains: step_tiny, case 0, about 30 s\n"
-    assert remains in capsys.readouterr().out
+    assert "remains: step_tiny, case 0, about 30 s\n" in capsys.readouterr().out
 
     # A stranger's machine measured the first case, and published it.
     archive = tmp_path / "new" / "results.tar.gz"
@@ -213,7 +211,7 @@ def test_an_archive_is_whole_or_refused(kept, tmp_path):
     (tmp_path / "out" / "log.txt").write_text("".join(map(str, range(1000))))
     runner.pack_results(tmp_path / "out", archive)
     archive.write_bytes(archive.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"x\.tar\.gz is no archive of results"):
+    with expect_refusal(r"x\.tar\.gz is no archive of results"):
         publish.publish([archive], tmp_path)
 
 

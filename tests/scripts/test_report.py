@@ -77,24 +77,20 @@ def plant_metrics(folder):
 
 
 @pytest.fixture
-def plant(tmp_path):
-    """Writes a run folder with everything in it."""
-
-    def write(name):
-        folder = tmp_path / name
-        for file, content in FILES.items():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_text(content)
-        weights = {"file": f"/x/{name}", "sha256": name, "kind": "ema", "step": 100}
-        measured = json.loads((folder / "fd_protocol.json").read_text()) | {"weights": weights}
-        edit_json(folder / "evaluation/final.json", {"protocol": measured})
-        save_file({"w": torch.zeros(30, 50)}, folder / "checkpoints/step-100/ema.safetensors")
-        changes = {"run_dir": "/x", "batch_size": 32, "init_from": EVIL}
-        (folder / "config.yaml").write_text(to_yaml(DEFAULTS | changes))
-        plant_metrics(folder)
-        return folder
-
-    return write
+def folder(tmp_path):
+    """A run folder with everything in it."""
+    folder = tmp_path / "mine"
+    for file, content in FILES.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(content)
+    weights = {"file": "/x/mine", "sha256": "mine", "kind": "ema", "step": 100}
+    measured = json.loads((folder / "fd_protocol.json").read_text()) | {"weights": weights}
+    edit_json(folder / "evaluation/final.json", {"protocol": measured})
+    save_file({"w": torch.zeros(30, 50)}, folder / "checkpoints/step-100/ema.safetensors")
+    changes = {"run_dir": "/x", "batch_size": 32, "init_from": EVIL}
+    (folder / "config.yaml").write_text(to_yaml(DEFAULTS | changes))
+    plant_metrics(folder)
+    return folder
 
 
 def read_report(**words):
@@ -106,8 +102,7 @@ def read_report(**words):
 @pytest.mark.fault(
     "a report of a run that removes its checkpoint meanwhile", "the next one is read"
 )
-def test_a_run_that_saves_while_it_is_reported(plant, monkeypatch):
-    folder = plant("live")
+def test_a_run_that_saves_while_it_is_reported(folder, monkeypatch):
     checkpoint = folder / "checkpoints/step-100"
 
     def read_while_saving(file):
@@ -119,8 +114,7 @@ def test_a_run_that_saves_while_it_is_reported(plant, monkeypatch):
     assert "1,500 parameters" in render_card(History(folder))
 
 
-def test_a_checkpoint_without_its_weights_is_one_sentence(plant):
-    folder = plant("damaged")
+def test_a_checkpoint_without_its_weights_is_one_sentence(folder):
     (folder / "checkpoints/step-100/ema.safetensors").unlink()
     with expect_refusal(r"step-100/ema.safetensors cannot be read as safetensors \(No such file"):
         read_report(run_dir=folder)
@@ -164,9 +158,8 @@ Protocol: count 1,000
 Requested and not active in training: tf32."""
 
 
-def test_page_and_card_show_the_whole_run(plant, tmp_path, monkeypatch):
+def test_page_and_card_show_the_whole_run(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = plant("mine")
     page, card = read_report(run_dir=folder)
     for name, facts in SECTIONS.items():
         section = cut_section(page, name)
@@ -191,10 +184,9 @@ def test_page_and_card_show_the_whole_run(plant, tmp_path, monkeypatch):
     assert "&lt;script&gt;" in cut_section(page, "configuration")
 
 
-def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant):
-    run = History(plant("mine"))
-    card = render_card(run, code="open it in diffusers")
-    sha256 = hash_file(run.folder / "checkpoints/step-100/ema.safetensors")
+def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(folder):
+    card = render_card(History(folder), code="open it in diffusers")
+    sha256 = hash_file(folder / "checkpoints/step-100/ema.safetensors")
     assert card.partition("## How to sample\n\n")[2].startswith(
         "```python\nopen it in diffusers\n```\n\n"
         "The weights are of step 100; sha256 of that checkpoint's "
@@ -203,12 +195,12 @@ def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant):
     # unless an evaluation counted copies, the card says that nobody has
     sentence = "how many of the training images the model repeats"
     assert sentence in card
-    edit_json(run.folder / "evaluation/final.json", {"features": {"encoder": {"copied": 0.05}}})
-    assert sentence not in render_card(History(run.folder))
+    edit_json(folder / "evaluation/final.json", {"features": {"encoder": {"copied": 0.05}}})
+    assert sentence not in render_card(History(folder))
 
 
-def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant):
-    run = History(plant("mine"))
+def test_plots_show_the_floor_come_out_the_same_and_stay_small(folder):
+    run = History(folder)
     plots = list_distance_plots(run)[:1]
     drawn = draw_plots(plots, run)
     assert draw_plots(plots, run) == drawn
@@ -223,11 +215,10 @@ training loss from 1.2 to 0.12
 summary.json is of an earlier end of the run"""
 
 
-def test_torn_lines_and_losses_that_are_not_finite_are_said(plant):
-    run = plant("mine")
-    with (run / "metrics.jsonl").open("a") as file:
+def test_torn_lines_and_losses_that_are_not_finite_are_said(folder):
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 110, "samples": 3520, "loss": null}\n{"step": 120, "sam')
-    page, _ = read_report(run_dir=run)
+    page, _ = read_report(run_dir=folder)
     for sentence in TORN.splitlines():
         assert sentence in page, sentence
 
@@ -241,21 +232,19 @@ No grids
 No ledger."""
 
 
-def test_missing_parts_are_a_sentence(plant):
-    run = plant("mine")
-    for path in run.iterdir():
+def test_missing_parts_are_a_sentence(folder):
+    for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name != "config.yaml":
             path.unlink()
-    page, card = read_report(run_dir=run)
+    page, card = read_report(run_dir=folder)
     for sentence in MISSING.splitlines():
         assert sentence in page, sentence
     assert "holds no checkpoint" in card
 
 
-def test_evaluations_by_two_protocols_stand_apart(plant):
-    folder = plant("mine")
+def test_evaluations_by_two_protocols_stand_apart(folder):
     again = json.loads((folder / "evaluation/final.json").read_text())
     again["protocol"]["steps"] = 50
     (folder / "evaluation/later.json").write_text(json.dumps(again))
@@ -278,17 +267,16 @@ def test_evaluations_by_two_protocols_stand_apart(plant):
         ({"run_dir": "{run}", "out": "{run}/config.yaml/page.html"}, "cannot be written"),
     ],
 )
-def test_a_mistake_is_a_sentence(words, sentence, plant, tmp_path):
-    run = plant("mine")
-    values = {key: value.format(run=run, tmp_path=tmp_path) for key, value in words.items()}
+def test_a_mistake_is_a_sentence(words, sentence, folder, tmp_path):
+    values = {key: value.format(run=folder, tmp_path=tmp_path) for key, value in words.items()}
     with expect_refusal(sentence):
         report(ReportConfig(**values))
 
 
-def test_a_report_without_matplotlib_says_how_to_install_it(plant, monkeypatch):
+def test_a_report_without_matplotlib_says_how_to_install_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with expect_refusal(r"pip install 'fastlatent\[report\]'"):
-        report(ReportConfig(run_dir=str(plant("mine"))))
+        report(ReportConfig(run_dir=str(folder)))
 
 
 PROBE = """<script>
@@ -305,12 +293,12 @@ WRAPPER = """<!doctype html><body><iframe src="probed.html" width="390" height="
 <script>onmessage = event => document.body.textContent = event.data</script>"""
 
 
-def test_a_browser_shows_it_on_a_telephone(plant, tmp_path):
+def test_a_browser_shows_it_on_a_telephone(folder, tmp_path):
     """At 390 pixels: every image is drawn, nothing sticks out, no error, no request."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium or google-chrome here")
-    page, _ = read_report(run_dir=plant("mine"))
+    page, _ = read_report(run_dir=folder)
     assert not re.search(r'(src|href|action)="(?!data:|#)|url\(|@import', page)
     probed = page.replace("<main>", f"{PROBE}<main>")
     probed = probed.replace("default-src 'none'", "script-src 'unsafe-inline'")

@@ -182,8 +182,7 @@ def test_candidates_go_with_the_rest_of_the_configuration(monkeypatch):
     monkeypatch.setattr("accel.techniques.cuda_graph.CudaGraph.find_obstacle", lambda _: None)
     assert not tune.is_available(six, {"cuda_graph": True}, CPU, 2)
     four = replace(cfg, accumulation_steps=4)
-    steps = [values["accumulation_steps"] for values in tuner.list_micro_batches(four)]
-    assert steps == [8, 2]
+    assert tuner.list_micro_batches(four) == [{"accumulation_steps": n} for n in (8, 2)]
 
 
 def test_the_tuner_leaves_kernels_to_the_run_and_skips_what_the_model_does_not_use(monkeypatch):

@@ -30,7 +30,6 @@ def make_groups(tokens):
     ],
 )
 def test_auto_on_a_cpu_chooses_by_dtype_and_length(dtype, tokens, chosen, grouped):
-    torch.manual_seed(0)
     groups = make_groups(tokens) if grouped else None
     # As in a layer, heads lie within tokens.
     qkv = torch.randn(3, 2, tokens, 3, 16).to(dtype).transpose(2, 3).requires_grad_()

@@ -77,8 +77,7 @@ def test_the_ledger_names_the_kernels_that_pytorch_reports(value, op, active):
 
 
 def test_the_ledger_believes_pytorch_and_not_the_request(monkeypatch):
-    evidence = "flash3 in 2 of 2 layers; PyTorch says that FA3 is active"
-    assert observe("flash3").evidence == evidence
+    assert observe("flash3").evidence == "flash3 in 2 of 2 layers; PyTorch says that FA3 is active"
     attention.restore_flash_attention_impl(_raise_warn=False)
     monkeypatch.setattr(AttentionBackend, "on_process", lambda self: None)
     assert observe("flash3").active == "flash"

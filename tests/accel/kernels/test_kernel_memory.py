@@ -32,8 +32,7 @@ def test_fake_tensors_are_kept_as_real_ones_are(family):
     kept = []
     for mode in (FakeTensorMode(), torch.device("cpu")):
         with mode:
-            model = switch_kernels(make_denoiser(family))
-            kept.append(run_block(model, 2)[0])
+            kept.append(run_block(switch_kernels(make_denoiser(family)), 2)[0])
     assert kept[0] == kept[1] > 0
 
 

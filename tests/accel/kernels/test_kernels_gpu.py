@@ -100,18 +100,21 @@ def test_draws_are_those_of_the_definition(seed):
     position = torch.tensor([0, 5, 2**33 + 5])
     for make in (lambda p: draw("bits", seed, 3, p, 50), lambda p: counter_uniform(seed, 3, p, 50)):
         assert torch.equal(make(position.cuda()).cpu(), make(position))
-    normal = counter_normal(seed, 3, position.cuda(), (3, 17)).cpu()
-    expected = counter_normal(seed, 3, position, (3, 17))
-    torch.testing.assert_close(normal, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        counter_normal(seed, 3, position.cuda(), (3, 17)).cpu(),
+        counter_normal(seed, 3, position, (3, 17)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.gpu
 def test_the_scan_agrees_with_mamba_ssm():
     """Compares the forward direction; needs that package."""
     package = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
-    torch.manual_seed(0)
-    sizes = Sizes((16, 16), 2, 8, 64, 64, dtype=torch.float32, device="cuda")
-    fused, _, inputs, _ = make_ssd(sizes)
+    fused, _, inputs, _ = make_ssd(
+        Sizes((16, 16), 2, 8, 64, 64, dtype=torch.float32, device="cuda")
+    )
     with torch.no_grad():
         inputs[4][:, :, 1] = 0.0
         x, dt, dt_bias, A_log, B_in, C_out, D = inputs
@@ -142,8 +145,7 @@ def test_flex_attends_within_windows_forward_and_backward(layer):
 def test_mamba_ssm_s_selective_scan_passes_its_parity_test(dtype):
     """Needs that package."""
     pytest.importorskip("mamba_ssm.ops.selective_scan_interface")
-    sizes = Sizes((16, 16), heads=4, dtype=dtype, device="cuda")
-    fused, _, inputs, _ = make_selective_scan(sizes)
+    fused, _, inputs, _ = make_selective_scan(Sizes((16, 16), heads=4, dtype=dtype, device="cuda"))
     with ComparingMode() as comparing:
         fused(*inputs).sum().backward()
     assert [c.describe_refusal() for c in comparing.comparisons] == [None] * 8

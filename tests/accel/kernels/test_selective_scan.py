@@ -15,9 +15,9 @@ from accel.saved_tensors import count_saved
 from accel.techniques.compilation import PARTITION_BACKEND
 from accel.techniques.fused_kernels import FusedScan, Proof
 from accel.trial.parity import ComparingMode
-from common.errors import UserError
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.operators import Sizes, assert_all_close, make_selective_scan, run_both_ways
+from tests.harness.refusals import expect_refusal
 from tests.harness.steps import make_call
 from tests.harness.words import CPU
 
@@ -119,10 +119,10 @@ def test_a_kernel_with_one_decay_a_channel_is_refused(package, monkeypatch):
 def test_the_launchers_say_what_is_missing(package, monkeypatch):
     inputs = [t.detach() for t in make_inputs(3)]
     torch.use_deterministic_algorithms(True)
-    with pytest.raises(UserError, match=r"deterministic=true .* runtime.fused_scan=false"):
+    with expect_refusal(r"deterministic=true .* runtime.fused_scan=false"):
         kernels_cuda.launch_backward(inputs[0], *inputs)
     monkeypatch.setitem(sys.modules, INTERFACE, None)
-    with pytest.raises(UserError, match=r"pip install mamba-ssm, or use runtime.fused_scan=false"):
+    with expect_refusal(r"pip install mamba-ssm, or use runtime.fused_scan=false"):
         kernels_cuda.launch_forward(*inputs)
 
 
