@@ -77,7 +77,8 @@ def choose(model, *labels):
     return [] if model.conditioning == "text" else [*labels]
 
 
-PROMPT, OTHER = ("the digit one", "the digit two")
+PROMPT = "the digit one"
+OTHER = "the digit two"
 
 
 def test_samples_of_prompts(captioned_run, tmp_path):

@@ -79,9 +79,12 @@ def start(tmp_path):
 
     def run(command, **variables):
         path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, **variables}
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path, **variables},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         calls = (tmp_path / "calls").read_text().strip("\n")
@@ -183,10 +186,16 @@ def test_the_files_of_kubernetes_agree_with_themselves():
         assert [mount["name"] for mount in container["volumeMounts"]] == volumes
 
 
-FILES = ["sky/train.yaml", "sky/encode.yaml", "k8s/train.yaml", "k8s/encode.yaml"]
-
-
-@pytest.mark.parametrize("name", [*FILES, "slurm/train.sbatch"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sky/train.yaml",
+        "sky/encode.yaml",
+        "k8s/train.yaml",
+        "k8s/encode.yaml",
+        "slurm/train.sbatch",
+    ],
+)
 def test_a_launcher_has_two_lines_to_edit(name):
     assert (ROOT / "scripts" / name).read_text().count("# edit: ") == 2
 
