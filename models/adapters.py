@@ -153,7 +153,8 @@ class Lora(Adapter):
             fnmatchcase(name, pattern) for pattern in self.targets
         ):
             return None
-        return LoraLinear(layer, self.ranks.get(name, self.rank), self.alphas.get(name, self.alpha))
+        rank = self.ranks.get(name, self.rank)
+        return LoraLinear(layer, rank, self.alphas.get(name, self.alpha))
 
 
 class Prompt(Adapter):

@@ -163,9 +163,8 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
         tensors = load_file(file)
     except SafetensorError as error:
         raise UserError(f"{file} is damaged ({error}); download it again.") from error
-    pools = []
-    if kind == "AutoencoderTiny":
-        pools = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
+    found = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
+    pools = found if kind == "AutoencoderTiny" else []
     if config.get("mid_block_global_branch") and not pools:
         raise UserError(f"{file} lacks the global branches that its config.json promises.")
     try:

@@ -110,7 +110,8 @@ class Denoiser(nn.Module):
         self.patch_embed = nn.Linear(patch_values, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, time_scale)
-        self.label_embed = None if conditioning == "text" else LabelEmbedding(dim, num_classes)
+        by_text = conditioning == "text"
+        self.label_embed = None if by_text else LabelEmbedding(dim, num_classes)
         self.text_embed = build_text_embedding(conditioning, text_tokens, text, dim)
 
         read_tokens = self.text_embed.count if self.text_embed else 0
@@ -138,7 +139,8 @@ class Denoiser(nn.Module):
         with torch.no_grad():
             self.pos_embed.copy_(sincos_positions(self.grid, self.dim))
         optional = [self.label_embed, self.text_embed, self.internal]
-        for part in [self.time_embed, *self.blocks, *filter(None, optional)]:
+        parts = [self.time_embed, *self.blocks, *filter(None, optional)]
+        for part in parts:
             part.init_weights()  # pyright: ignore[reportCallIssue]
         for layer in (self.modulation, self.head):
             nn.init.zeros_(layer.weight)
@@ -171,7 +173,8 @@ class Denoiser(nn.Module):
         taps = [] if internal_guidance is None else [self.internal_block]
         velocity, streams, embedded = self.run_blocks(x, t, y, taps, drop_uniforms)
         if internal_guidance is not None:
-            inner = self.estimate_velocity(streams[self.internal_block], embedded, x, t).float()
+            stream = streams[self.internal_block]
+            inner = self.estimate_velocity(stream, embedded, x, t).float()
             velocity = inner + internal_guidance * (velocity.float() - inner)
         return velocity
 

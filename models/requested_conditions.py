@@ -35,7 +35,8 @@ def pair_conditions(
             f"labels ({len(labels)}) and prompts ({len(prompts)}): this model was trained with "
             f"model.conditioning={conditioning}, which needs {needs}; give only these."
         )
-    return labels or [0] * len(prompts), [p.encode(errors="replace").decode() for p in prompts]
+    encodable = [prompt.encode(errors="replace").decode() for prompt in prompts]
+    return labels or [0] * len(prompts), encodable
 
 
 def list_values(values: Any) -> list[Any]:
@@ -73,9 +74,8 @@ def find_class_numbers(labels: Sequence[int | str], names: list[str], count: int
                     f"'{label}'."
                 )
         if len(matches) != 1:
-            raise UserError(
-                f"labels: {repr(label)[:80]} is {explain_unclear_label(label, matches, names)}"
-            )
+            fault = explain_unclear_label(label, matches, names)
+            raise UserError(f"labels: {repr(label)[:80]} is {fault}")
         numbers += matches
     return numbers
 

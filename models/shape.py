@@ -28,9 +28,8 @@ class Shape:
     internal_block: int
 
     def __post_init__(self) -> None:
-        refuse_below_one(
-            {key: vars(self)[key] for key in ("dim", "head_dim", "depth", "patch_size")}
-        )
+        sizes = ("dim", "head_dim", "depth", "patch_size")
+        refuse_below_one({key: vars(self)[key] for key in sizes})
         if self.height % self.patch_size or self.width % self.patch_size:
             raise UserError(
                 f"model.patch_size={self.patch_size} does not divide the latent size "

@@ -65,9 +65,8 @@ def open_transformers(
     hub at the commit `revision`. Returns the frozen model, of the class `kind` or else of that in
     `TEXT_CLASSES`; its tokenizer; the commit, None for a local folder; and one sha256 of all files
     on which vectors depend. Raises UserError, which names the key `key`, if that fails."""
-    folder, commit = find_folder(
-        key, path, [*TEXT_FILES], f"'owner/name'; correct {key}, or give a local folder.", revision
-    )
+    example = f"'owner/name'; correct {key}, or give a local folder."
+    folder, commit = find_folder(key, path, [*TEXT_FILES], example, revision)
     try:
         with silence_libraries():
             import transformers
@@ -138,7 +137,8 @@ class HubTextEncoder(TextEncoder):
         limit = {} if whole else {"truncation": True, "max_length": self.max_length}
         found = self.tokenizer([*texts], verbose=False, **limit)["input_ids"]
         # Some language models give no token for an empty text.
-        return [row or [self.tokenizer.eos_token_id or 0] for row in found]
+        end = self.tokenizer.eos_token_id or 0
+        return [row or [end] for row in found]
 
     def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         output = self.model(input_ids=numbers, attention_mask=mask.long())

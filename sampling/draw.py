@@ -175,14 +175,9 @@ class SampleJob:
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
         self.ranks = ranks
+        path = cfg.find_model(ranks.say)
         trained = load_run(
-            cfg.find_model(ranks.say),
-            cfg.encoder,
-            device,
-            cfg.key,
-            cfg.runtime,
-            cfg.batch_size,
-            cfg.adapter,
+            path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
         self.trained = replace(trained, text_encoder_path=cfg.text_encoder)
         changes = {name: vars(cfg)[name] for name in SAMPLER_KEYS if vars(cfg)[name] is not None}
@@ -215,10 +210,8 @@ class SampleJob:
                 "prompts=train or held_out; leave labels out."
             )
         if cfg.prompts != type(cfg).prompts and (cfg.prompt is not None or not by_text):
-            raise UserError(
-                f"prompts={cfg.prompts} does not go with "
-                f"{'prompt' if by_text else 'a model of classes'}; leave it out."
-            )
+            other = "prompt" if by_text else "a model of classes"
+            raise UserError(f"prompts={cfg.prompts} does not go with {other}; leave it out.")
 
         # Take the labels and prompts that the user has typed.
         prompts = list_values(cfg.prompt)
@@ -291,11 +284,8 @@ class SampleJob:
         if finished:
             print(f"{finished} of {total_chunks} pieces are already there", flush=True)
 
-        progress = Progress(
-            sum(len(chunks.parts[number]) for number in missing),
-            "samples",
-            silent=not self.ranks.first,
-        )
+        total = sum(len(chunks.parts[number]) for number in missing)
+        progress = Progress(total, "samples", silent=not self.ranks.first)
         for number in missing:
             batches = []
             samples = chunks.parts[number]

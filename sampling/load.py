@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from training.inputs import find_text_level, prove_kernels
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder
 
-QUICK_START_RUNTIME = {Compile.key: Compile.off}
+QUICK_START_RUNTIME = MappingProxyType({Compile.key: Compile.off})
 """Runtime key -> value with which sampling starts quickly: compiling a model takes longer than it
 saves for a few samples."""
 

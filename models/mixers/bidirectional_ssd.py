@@ -70,7 +70,8 @@ class BidirectionalSSD(Layer):
         self.by_columns = columns and layer % 2 == 1
         if self.by_columns:
             # Models are built on the meta device, and the order needs values.
-            self.order = torch.arange(grid[0] * grid[1], device="cpu").view(grid).T.flatten()
+            raster = torch.arange(grid[0] * grid[1], device="cpu").view(grid)
+            self.order = raster.T.flatten()
         self.eps = eps
         self.fused_scan = False
         self.fused_conv = False
@@ -101,7 +102,8 @@ class BidirectionalSSD(Layer):
         return (grid[1], grid[0]) if self.by_columns else grid
 
     def forward(self, h: Float[Tensor, "B L D"], grid: Grid) -> Float[Tensor, "B L D"]:
-        mix_inputs = (self.in_proj(h), self.conv_weight, self.conv_bias, self.orient(grid))
+        projected = self.in_proj(h)
+        mix_inputs = (projected, self.conv_weight, self.conv_bias, self.orient(grid))
         scan_inputs = (self.dt_bias, self.A_log, self.D, self.norm_weight, self.eps)
         if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC_TOKENS:
             y = fused_mixed_ssd(*mix_inputs, *scan_inputs)
@@ -114,9 +116,8 @@ class BidirectionalSSD(Layer):
     def list_matrices(self) -> dict[Tensor, Ranges]:
         """Returns the matrices; those of `in_proj` compute z, x, and B and C of both directions.
         The rows that compute dt, one number for each head, are no matrix."""
-        return super().list_matrices() | {
-            self.in_proj.weight: cut_rows(self.inner, self.inner, *4 * (self.state_dim,))
-        }
+        ranges = cut_rows(self.inner, self.inner, *4 * (self.state_dim,))
+        return super().list_matrices() | {self.in_proj.weight: ranges}
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""
