@@ -5,6 +5,7 @@ samples into a picture.
     python -m scripts.verify_latents path=latents/photos count=16 out=check.png
     python -m scripts.verify_latents path=https://example.org/latents count=0
 
+With `source=photos` it also compares up to 64 images of the source with those that were encoded.
 It prints every problem and ends with an error if there is one. It decodes `count` training samples
 into a PNG grid, by default latents_check.png in the set's folder, or in runs/ if the set is a URL
 or its folder is not writable.
