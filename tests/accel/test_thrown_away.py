@@ -129,7 +129,7 @@ def spend_iteration(training, patch, size=1.0):
 
 
 def spend_iteration_of_large_steps(training, patch):
-    spend_iteration(training, patch, 30.0)
+    spend_iteration(training, patch, 1000.0)
 
 
 def spend_orthogonal_steps(training, patch):
