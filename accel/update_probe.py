@@ -15,7 +15,6 @@ from accel.sharding import list_grads, to_local
 
 WATCHED_ELEMENTS = 4096
 """Number of elements of a parameter, its first ones on this process, that are watched."""
-ZERO_GRADIENT = 0
 LEFT_ALONE = 1
 MOVED = 2
 
@@ -24,9 +23,8 @@ class Update(NamedTuple):
     """What one step did to the parameters of its optimizer."""
 
     fates: dict[Tensor, Tensor]
-    """Parameter with a gradient -> a scalar on the device: `ZERO_GRADIENT` if times the rate it is
-    lost in the parameter's rounding, otherwise whether the parameter `MOVED` or was
-    `LEFT_ALONE`."""
+    """Parameter with a gradient -> a scalar on the device: 0 if the gradient times the rate is lost
+    in the parameter's rounding, otherwise whether the parameter `MOVED` or was `LEFT_ALONE`."""
     norm: Tensor
     """Norm of the gradients, as this process computed it."""
     taken: Tensor
@@ -51,7 +49,7 @@ def watch_updates(step: Any) -> Iterator[list[Update]]:
     def update_and_look(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         parameters = [p for p in parameters_of(step.optimizer) if p.grad is not None]
         before = [watch(p).clone() for p in parameters]
-        rate = step.lr / (1.0 if step.scaler is None else step.scaler.scale)
+        rate = step.lr / (1.0 if step.scaler is None else step.scaler.scale.to(taken.device))
         slopes = [
             (rate * watch(grad).abs() > torch.finfo(old.dtype).eps * old.abs()).any()
             for grad, old in zip(list_grads(parameters), before, strict=True)
