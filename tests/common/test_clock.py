@@ -10,6 +10,7 @@ import pytest
 import common.clock
 from common.clock import Clock, explain_bound
 from common.config.compose import compose
+from common.files import read_object, write_json
 from data.synthetic import SyntheticLatents
 from tests.harness.words import TINY_SYNTHETIC
 from train import train
@@ -100,7 +101,7 @@ def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path, monkeypatch, fake_t
     total = sum(before.values())
     assert total == pytest.approx(fake_time.now - began, abs=5.0)
     assert summary["goodput"] == pytest.approx(before["steps"] / total, abs=1e-4)
-    reached = json.loads((folder / common.clock.TIME_FILE).read_text())["reached"]
+    reached = read_object(folder / common.clock.TIME_FILE)["reached"]
     shutil.rmtree(folder / "checkpoints" / "step-40")
     (folder / "summary.json").unlink()
     fake_time.now += 5000.0
@@ -131,8 +132,7 @@ def test_a_damaged_account_starts_again(tmp_path, content):
 def test_a_clock_that_was_set_back_costs_no_time(tmp_path):
     file = tmp_path / common.clock.TIME_FILE
     Clock().write(file, 3)
-    later = json.loads(file.read_text()) | {"last": time.time() + 3600.0}
-    file.write_text(json.dumps(later))
+    write_json(file, read_object(file) | {"last": time.time() + 3600.0})
     clock = Clock()
     clock.resume(file, 3)
     assert clock.account["idle"] == 0.0

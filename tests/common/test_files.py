@@ -130,12 +130,3 @@ def test_parts_of_a_folder_are_locked_apart(tmp_path):
         assert answers == ["locked", "Busy.", "Busy.", "locked"]
         assert ask_elsewhere(tmp_path) == "Busy."
     assert (tmp_path / LOCK_FILE).read_bytes() == b""
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.lockf", refuse)
-    with lock_folder(tmp_path, "Busy.") as lock, lock.take_turn():
-        assert "cannot be locked (No locks available); make sure" in capsys.readouterr().out

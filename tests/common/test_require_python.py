@@ -4,12 +4,15 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from common.files import ROOT
 from common.require_python import refuse_python
+
+run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_a_python_that_is_too_old_or_too_new_is_named():
@@ -32,7 +35,7 @@ def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     words = ["make", "-n", "setup", f"VENV={tmp_path}", *([f"PYTHON={word}"] if word else [])]
     env = os.environ | {"MAKEFLAGS": ""} | ({"PYTHON": exported} if exported else {})
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = run(words, env=env, check=True)
     assert (f"rm -rf {tmp_path}" in done.stdout) is anew
 
 
@@ -45,7 +48,7 @@ def test_an_older_python_is_told_before_anything_fails_on_it(start, tmp_path):
     words = [str(older), *start]
     if start == ["make"]:
         words = ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = run(words)
     assert done.returncode
     assert done.stderr.startswith("error: fastlatent needs Python 3.11 to 3.13; this is 3.10.")
     assert not (tmp_path / "venv").exists()
@@ -57,6 +60,6 @@ def test_ctrl_c_before_a_command_catches_it_is_one_line(program, code):
     script = f"import sys; sys.argv = [{program!r}]; import common.require_python, os, signal\n"
     script += "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: sys.exit(1)"
     words = [sys.executable, "-c", script]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = run(words)
     assert done.returncode == code
     assert done.stderr.count("\n") == (2 if code == 130 else 0)

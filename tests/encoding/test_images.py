@@ -12,6 +12,7 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 
 from encoding.decoding import DecodedImages
 from encoding.images import FORMATS, ImageEntry, UnusableError, decode_image, describe_error
+from tests.harness.sets import PNG
 
 
 def encode(image, kind="PNG", **settings):
@@ -132,7 +133,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch):
 def test_max_megapixels_is_the_only_limit(monkeypatch):
     # Pillow warns above its own limit, and raises above twice of it
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
-    assert decode_image(encode(Image.new("RGB", (8, 8))), 8).shape == (3, 8, 8)
+    assert decode_image(PNG, 8).shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
@@ -161,7 +162,7 @@ def test_reasons_hold_no_addresses_and_no_paths(tmp_path):
 
 
 def test_an_image_for_which_memory_does_not_suffice_is_not_left_out(tmp_path, monkeypatch):
-    (tmp_path / "a.png").write_bytes(encode(Image.new("RGB", (8, 8))))
+    (tmp_path / "a.png").write_bytes(PNG)
     monkeypatch.setattr(ImageFile.ImageFile, "load", Mock(side_effect=MemoryError))
     _, item = DecodedImages([ImageEntry("a.png", 0, str(tmp_path / "a.png"), 0, 100)], 8)[0]
     assert isinstance(item, OSError)

@@ -1,7 +1,6 @@
 """Checkpoints that are damaged, left over, or in the way: what is loaded, and what is removed."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from common.files import read_object, write_json
 from tests.harness.outcomes import list_checkpoints, read_outcome
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte
@@ -107,8 +107,7 @@ def test_the_newest_every_kth_and_the_best_checkpoint_stay(options, steps, run_w
     for step, loss in losses.items():
         file = tmp_path / f"step-{step}" / "state.json"
         scores = {"eval_loss": loss, "fd_random": None if loss is None else 1.0 - loss}
-        content = json.loads(file.read_text()) | {"scores": scores}
-        file.write_text(json.dumps(content))
+        write_json(file, read_object(file) | {"scores": scores})
     Checkpoints(tmp_path, **options).remove_old(tmp_path / "step-14")
     assert list_names(tmp_path) == [f"step-{step}" for step in steps]
 
@@ -221,9 +220,9 @@ def is_cached(file):
 )
 def test_a_manifest_must_name_the_files_that_belong_there(name, checkpoints):
     file = checkpoints / "step-12" / "manifest.json"
-    manifest = json.loads(file.read_text())
+    manifest = read_object(file)
     if manifest["files"].pop(name, None) is None:
         manifest["files"][name] = {"bytes": 1, "sha256": "?"}
-    file.write_text(json.dumps(manifest))
+    write_json(file, manifest)
     with expect_refusal(f"no usable checkpoint: its manifest lacks or adds {re.escape(name)}"):
         verify(file.parent)

@@ -1,11 +1,10 @@
 """LoRA by PEFT and diffusers: opens with the weights that PEFT merges, or is refused."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.files import read_object, write_json
 from scripts.export.__main__ import ExportConfig, Format, export
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.adapters import BASE_CLASSES, save_base, train_on
@@ -95,8 +94,8 @@ def test_a_configuration_that_would_give_other_weights_is_refused(
     changes, sentence, base, tmp_path
 ):
     make_lora(base).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / CONFIG_FILE).read_text())
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | changes))
+    file = tmp_path / CONFIG_FILE
+    write_json(file, read_object(file) | changes)
     with expect_refusal(sentence):
         load_model(base, CPU, str(tmp_path))
 
