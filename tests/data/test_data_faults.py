@@ -1,7 +1,6 @@
 """Faults of latent sets and loaders: each ends in one sentence, or the loader skips the damage and
 counts it."""
 
-import json
 import multiprocessing
 import shutil
 import threading
@@ -19,6 +18,7 @@ from data.manifest import read_manifest
 from data.streamed import StreamDataset
 from encoding.decoding import DecodedImages, make_decoding_loader
 from tests.harness.batches import LOADERS, assert_same
+from tests.harness.outcomes import read_lines
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, flip_byte, save_latent_set, save_random_set
 from tests.harness.steps import tiny_training
@@ -126,8 +126,7 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, 
         file.write_bytes(content)
     resumed = run(*words, "total_samples=120")
     assert resumed["skipped_data"] == summary["skipped_data"]
-    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["skipped_data"] == 8
+    assert read_lines(tmp_path / "run")[-1]["skipped_data"] == 8
 
 
 def test_a_loader_that_fails_leaves_no_worker_behind(folder, monkeypatch):

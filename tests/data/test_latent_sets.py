@@ -1,12 +1,11 @@
 """Shards and manifests: the manifest describes what the writer wrote, and a reader refuses every
 other set by name."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load
 
+from common.files import read_object
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, chunked, join, resident
 from tests.harness.captions import save_captioned_set
@@ -107,7 +106,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("place", "value", "sentence"), FAULTS)
 def test_a_manifest_that_contradicts_itself_is_refused(folder, place, value, sentence):
-    raw = node = json.loads((folder / "manifest.json").read_text())
+    raw = node = read_object(folder / "manifest.json")
     *parents, key = [int(key) if key.isdigit() else key for key in place.split(".")]
     for parent in parents:
         node = node[parent]
@@ -179,7 +178,7 @@ def test_the_fingerprint_tells_sets_and_orders_apart(folder, tmp_path):
         edit_manifest(folder, **changes)
         loaders.append(resident(folder))
     captioned = save_captioned_set(tmp_path / "captioned", 5)
-    text = json.loads((captioned / "manifest.json").read_text())["text"]
+    text = read_object(captioned / "manifest.json")["text"]
     for sha256 in "01":
         edit_manifest(captioned, text=text | {"encoder_sha256": 64 * sha256})
         loaders.append(resident(captioned))

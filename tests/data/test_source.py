@@ -127,14 +127,14 @@ RANGE = "bytes 10-19/100"
     ],
 )
 def test_a_server_that_answers_something_else_ends_in_one_sentence(server, answer, sentence):
-    server.script = lambda number, path: answer
+    server.script = fail_shards(answer)
     with pytest.raises(OSError, match=sentence) as error:
         read_part(server, retries=1)
     assert "\n" not in str(error.value)
 
 
 def test_the_end_of_a_file_may_be_short(server):
-    server.script = lambda number, path: reply(206, b"xxxx", Content_Range="bytes 10-13/14")
+    server.script = fail_shards(reply(206, b"xxxx", Content_Range="bytes 10-13/14"))
     assert read_part(server) == b"xxxx"
 
 
@@ -149,7 +149,7 @@ def test_an_endless_reply_does_not_fill_memory(server):
             while len(pieces) < 2000:
                 pieces.append(handler.wfile.write(bytes(2**16)))
 
-    server.script = lambda number, path: send_forever
+    server.script = fail_shards(send_forever)
     with pytest.raises(OSError, match="more than the 10 bytes"):
         read_part(server)
     assert len(pieces) < 1000
@@ -174,11 +174,11 @@ def test_retry_after_is_waited_for(server, pauses, header, expected):
 
 
 def test_pauses_grow_and_attempts_end(server, pauses):
-    server.script = lambda number, path: 500
+    server.script = fail_shards(500)
     with pytest.raises(OSError, match=r"answers 500 \(5 attempts\)"):
         read_part(server, retries=4)
     assert pauses == [factor * source.FIRST_PAUSE_SECONDS for factor in (2, 4, 8)]
-    server.script = lambda number, path: reply(429, Retry_After="3600")
+    server.script = fail_shards(reply(429, Retry_After="3600"))
     with pytest.raises(OSError, match=r"asks for a pause of 3600; .* waits 30 s at most"):
         read_part(server, retries=1)
 

@@ -10,16 +10,7 @@ from data.manifest import read_manifest
 from models.autoencoders import DiffusersAutoencoder
 from tests.harness.foreign import read_set
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import match, read_contents
-
-
-def damage_photos(photos):
-    """Adds two files that are no whole images and a large one, and returns their names."""
-    image = (photos / "dog" / "001.png").read_bytes()
-    (photos / "cat" / "cut.png").write_bytes(image[: len(image) // 2])
-    (photos / "cat" / "text.png").write_bytes(b"no image at all")
-    Image.new("RGB", (200, 100)).save(photos / "dog" / "large.png")
-    return ["cat/cut.png", "cat/text.png", "dog/large.png"]
+from tests.harness.sets import match, read_contents, save_files
 
 
 # with 1 a damaged image has a shard to itself, which stays empty
@@ -27,13 +18,19 @@ def damage_photos(photos):
 def test_images_that_cannot_be_decoded_are_listed_and_left_out(
     encoded, job, more_photos, capsys, shard_size
 ):
-    names = damage_photos(more_photos)
+    # Two files are no whole images, and one is large.
+    image = (more_photos / "dog" / "001.png").read_bytes()
+    (more_photos / "cat" / "cut.png").write_bytes(image[: len(image) // 2])
+    (more_photos / "cat" / "text.png").write_bytes(b"no image at all")
+    Image.new("RGB", (200, 100)).save(more_photos / "dog" / "large.png")
+
     settings = ["held_out=0", f"shard_size={shard_size}", "max_megapixels=0.01"]
     folder = job(*settings, source=more_photos)
     sentence = "skipped dog/large.png: 200×100 pixels are above max_megapixels=0.01"
     assert sentence in capsys.readouterr().out
     manifest = read_manifest(folder)
-    assert sorted(line.split(":")[0] for line in manifest.skipped) == names
+    names = sorted(line.split(":")[0] for line in manifest.skipped)
+    assert names == ["cat/cut.png", "cat/text.png", "dog/large.png"]
     assert manifest.count == 20
     tensors = read_set(folder)
     intact = read_set(encoded("held_out=0"))
@@ -46,15 +43,13 @@ def test_images_that_cannot_be_decoded_are_listed_and_left_out(
 
 
 def test_a_source_of_damaged_images_only_is_refused(job, tmp_path):
-    folder = tmp_path / "damaged"
-    (folder / "cat").mkdir(parents=True)
-    (folder / "cat" / "0.jpg").write_bytes(b"no image at all")
+    damaged = b"no image at all"
+    folder = save_files(tmp_path / "damaged", "cat/0.jpg", content=damaged)
     with expect_refusal(f"source={folder}: none of the 1 images can be decoded"):
         job(source=folder)
 
     # the only whole image is the one that is held out
-    for i in range(5):
-        (folder / "cat" / f"{i}.jpg").write_bytes(b"no image at all")
+    save_files(folder, *(f"cat/{i}.jpg" for i in range(5)), content=damaged)
     held_out = torch.randperm(5, generator=torch.Generator().manual_seed(0))[0]
     Image.new("RGB", (16, 16)).save(folder / "cat" / f"{held_out}.jpg")
     with expect_refusal("source=.*damaged: no training image can be decoded, such as "):

@@ -17,7 +17,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 
 from common.config.compose import compose
-from common.files import LOCK_PARTS, ROOT, hash_content, write_json
+from common.files import LOCK_PARTS, ROOT, hash_content, read_object, write_json
 from data.manifest import read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
@@ -342,7 +342,7 @@ def test_what_finishes_no_job(done, tmp_path):
     with expect_refusal("has no job.json; encode its parts first: part=0/8"):
         finish(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
-    job = json.loads((folder / "job.json").read_text())
+    job = read_object(folder / "job.json")
     job["shards"]["images"].pop()
     write_json(folder / "job.json", job)
     with expect_refusal("job.json is broken, so nothing says which job"):

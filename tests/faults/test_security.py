@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import pickle
 import re
 import shutil
@@ -17,7 +16,7 @@ import yaml
 
 from common.config.build import build
 from common.config.compose import CONF_FOLDER, compose
-from common.files import ROOT
+from common.files import ROOT, read_object, write_json
 from data.spec import LatentSpec
 from encoding.sources import list_images
 from models.text_encoders import HubTextEncoder
@@ -27,8 +26,7 @@ from tests.harness.limits import run_limited
 from tests.harness.payloads import DEEP, ON_A_HUB, make_weights, read_description, with_description
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import PNG, write_tar
-from tests.harness.words import CPU, TINY_RUN
-from train import train
+from tests.harness.words import CPU
 from training.checkpoint.load import find_weights_file, verify
 from training.run import choose_folder
 from training.weights.pretrained import build_autoencoder, build_model, fit_weights, load_pretrained
@@ -49,9 +47,9 @@ class Evil:
     "refused in a sentence; nothing is run",
 )
 @pytest.mark.parametrize("key", ["model", "model.mixer", "data", "objective", "optim", "logger"])
-def test_a_malicious_configuration(key, tmp_path):
+def test_a_malicious_configuration(key, run, tmp_path):
     with expect_refusal(rf"{key}._target_=os.system is not allowed"):
-        train(compose([*TINY_RUN, f"++{key}._target_=os.system", f"run_dir={tmp_path / 'run'}"]))
+        run(f"++{key}._target_=os.system")
     assert not (tmp_path / "run").exists()
 
 
@@ -292,9 +290,9 @@ def test_no_code_of_a_folder_runs_whatever_stdin_answers(file, tmp_path, monkeyp
     folder = tmp_path / "bert"
     folder.mkdir()
     save_bert(folder)
-    content = json.loads((folder / file).read_text())
+    content = read_object(folder / file)
     custom = CUSTOM if file == "config.json" else {"auto_map": {"AutoTokenizer": ["code.T", None]}}
-    (folder / file).write_text(json.dumps(content | custom | {"tokenizer_class": "T"}))
+    write_json(folder / file, content | custom | {"tokenizer_class": "T"})
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     # A custom tokenizer is replaced by the one of the model's type.

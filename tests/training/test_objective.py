@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.condition import Condition
-from common.config.compose import compose
 from data.loader import Batch
 from models.sampler import shift_times
 from sampling.load import load_run
@@ -18,8 +17,7 @@ from tests.harness.outcomes import are_equal
 from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.refusals import expect_refusal
 from tests.harness.steps import assemble_run, compose_words, tiny_training
-from tests.harness.words import CPU, TINY_RUN
-from train import train
+from tests.harness.words import CPU
 from training.evaluate import evaluate
 from training.objective import FlowMatching, LatentHead, compute_held_out_times
 
@@ -181,23 +179,20 @@ def test_a_model_starts_the_same_with_and_without_the_head():
     assert start("model=mamba_s", *ALIGN[:1]).state.network.taps == {"latent": 8}
 
 
-def test_files_of_weights_leave_the_head_out(tmp_path):
+def test_files_of_weights_leave_the_head_out(run, tmp_path):
     """Any run samples from them and starts from the averages, with or without an internal head."""
-    run = tmp_path / "run"
-    words = [*TINY_RUN, "save_every=2"]
-    train(compose([*words, *ALIGN, "ema.snapshots=1", f"run_dir={run}"]))
-    files = [*run.glob("checkpoints/*/[em]*.safetensors"), *run.glob("averages/*.safetensors")]
+    first = last = tmp_path / "run"
+    run("save_every=2", "ema.snapshots=1", *ALIGN)
+    files = [*first.glob("checkpoints/*/[em]*.safetensors"), *first.glob("averages/*.safetensors")]
     assert len(files) == 4
     assert not any("aux_heads" in name for file in files for name in load_file(file))
-    assert load_run(run, device="cpu").sample([3], steps=1).shape == (1, 8, 8, 3)
-    first = run
-    for number, objective in enumerate(([], ALIGN, ["model.internal_block=1"], [])):
-        own = [f"init_from={run}", f"run_dir={tmp_path / str(number)}", "optim.lr=0"]
-        run = tmp_path / str(number)
-        train(compose([*words, *objective, *own]))
+    assert load_run(first, device="cpu").sample([3], steps=1).shape == (1, 8, 8, 3)
+    for name, objective in {"a": [], "b": ALIGN, "c": ["model.internal_block=1"], "d": []}.items():
+        run("save_every=2", *objective, f"init_from={last}", "optim.lr=0", folder=name)
+        last = tmp_path / name
     weights, averages = (
         load_file(folder / f"checkpoints/step-2/{name}.safetensors")
-        for folder, name in ((run, "model"), (first, "ema"))
+        for folder, name in ((last, "model"), (first, "ema"))
     )
     assert are_equal(weights, averages)
 

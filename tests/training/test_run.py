@@ -1,19 +1,16 @@
 """Whole runs: what their folders hold, and runs on data without classes."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from common.config.compose import compose
+from common.files import read_object, write_json
 from sampling.load import load_run
 from tests.harness.outcomes import read_columns, seal_checkpoint
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_named_set
-from tests.harness.words import TINY_RUN
-from train import train
 from training.checkpoint.load import FORMAT_VERSION, list_complete
 
 
@@ -22,7 +19,7 @@ def test_a_run_leaves_all_that_it_promises(run, tmp_path):
         "sample_every=2", "save_every=1", "eval_every=1", "sampling.per_class=2", "sampling.steps=2"
     )
     folder = tmp_path / "run"
-    assert summary == json.loads((folder / "summary.json").read_text())
+    assert summary == read_object(folder / "summary.json")
     assert {"samples_per_s", "mfu", "memory_reserved_peak", "ledger"} <= summary.keys()
     assert (summary["steps"], summary["samples"]) == (2, 16)
     lines = read_columns(folder, "step", "loss", "eval_loss")
@@ -30,7 +27,7 @@ def test_a_run_leaves_all_that_it_promises(run, tmp_path):
     assert Path(summary["sample_grid"]).is_file()
     assert (Path(summary["checkpoint"]) / "ema.safetensors").is_file()
     assert {"config.yaml", "ledger.json"} <= {file.name for file in folder.iterdir()}
-    environment = json.loads((folder / "environment.json").read_text())
+    environment = read_object(folder / "environment.json")
     assert "total_samples=16" in environment["overrides"]
 
 
@@ -41,9 +38,9 @@ def test_a_folder_of_another_format_is_refused_and_its_weights_open(planted, run
     run("save_every=1")
     checkpoint = list_complete(folder / "checkpoints")[-1]
     for file in (folder / "summary.json", checkpoint / "state.json"):
-        content = json.loads(file.read_text())
+        content = read_object(file)
         assert content.pop("format") == FORMAT_VERSION
-        file.write_text(json.dumps(content | ({"format": planted} if planted else {})))
+        write_json(file, content | ({"format": planted} if planted else {}))
     seal_checkpoint(checkpoint)
     with expect_refusal("holds a finished run, made by an earlier checkout; .*init_from="):
         run()
@@ -53,11 +50,11 @@ def test_a_folder_of_another_format_is_refused_and_its_weights_open(planted, run
     assert run(f"init_from={folder}", f"run_dir={tmp_path / 'anew'}")["samples"] == 16
 
 
-def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):
-    words = [*TINY_RUN, "runtime=eager", "schedule.warmup_samples=0"]
+def test_a_fullrun_shows_its_fastrun_or_warns(run, tmp_path, capsys):
+    words = ["runtime=eager", "schedule.warmup_samples=0"]
 
     def start(name, *more):
-        train(compose([f"experiment={name}", *words, f"run_dir={tmp_path / name}", *more]))
+        run(f"experiment={name}", *words, *more, folder=name)
         return capsys.readouterr().out
 
     assert "holds no fastrun" in start("fullrun")

@@ -12,21 +12,15 @@ import torch
 from common.config.compose import compose
 from common.files import ROOT
 from common.memory import Room
-from precompute_latents import precompute
 from scripts.plan.memory import forecast
 from scripts.plan.question import Question
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.captions import plan_captions
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import (
-    draw_random_samples,
-    save_images,
-    save_latent_set,
-    save_tiny_autoencoder,
-)
+from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.steps import tiny_training
-from tests.harness.words import CPU, TINY_JOB
+from tests.harness.words import CPU
 from training.assemble import assemble
 from training.preflight.memory import count_lasting_bytes, count_step
 from training.run import RUNNING_FILE
@@ -133,15 +127,11 @@ def test_what_is_foreseen_is_what_is_held(words, run, tmp_path):
     assert found["foreseen"] == pytest.approx(found["held"], rel=0.15), found
 
 
-def test_images_and_samples_that_do_not_fit_are_refused(run, tmp_path, monkeypatch):
-    save_images(tmp_path / "images", ["a", "b"], 10)
-    save_tiny_autoencoder("AutoencoderKL", tmp_path / "vae")
+def test_images_and_samples_that_do_not_fit_are_refused(job, run, tmp_path, monkeypatch):
     run("save_every=1")
     limit_memory(monkeypatch, 2**20)
-    words = [f"source={tmp_path / 'images'}", f"out={tmp_path / 'out'}", *TINY_JOB]
-    words += [f"encoder.path={tmp_path / 'vae'}", "resolution=64", "batch_size=4096"]
     with expect_refusal(r"batch_size=4096: a batch needs .*; (batch_size=\d+|no batch) fits"):
-        precompute(compose(words, "precompute_latents"))
+        job("resolution=64", "batch_size=4096")
     with expect_refusal("batch_size=8192: a batch needs .* 8192 samples"):
         sample_run(SampleConfig(run_dir=str(tmp_path / "run"), batch_size=8192, device="cpu"))
 
