@@ -14,12 +14,10 @@ from accel.techniques import offload_optimizer
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.offload_optimizer import OffloadOptimizer
 from common.config.compose import compose
-from tests.harness.outcomes import read_outcome
+from tests.harness.outcomes import are_equal, read_outcome
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import read_ledger, tiny_training
-from tests.harness.words import TINY_RUN
-from train import train
 from training.preflight.memory import count_lasting_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -47,7 +45,7 @@ WAYS = [
     "accumulation_steps=2",
 ]
 LONGER = {*FORMS, "runtime.offload_optimizer=true runtime.fused_adamw=true"} - {"optim=adamw_fp8"}
-SHORT = [*TINY_RUN, "model=dit_s", "runtime=eager"]
+SHORT = ["model=dit_s", "runtime=eager", "save_every=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -78,23 +76,21 @@ def plain_losses():
 @pytest.mark.parametrize(
     "way", [pytest.param(w, marks=[pytest.mark.slow] * (w in LONGER)) for w in WAYS]
 )
-def test_a_resumed_run_ends_bit_for_bit_the_same(way, tmp_path):
+def test_a_resumed_run_ends_bit_for_bit_the_same(way, run, tmp_path):
     words = split_way(way)
-    common = [*SHORT, *words, "deterministic=true", "total_samples=32", "save_every=2"]
+    common = [*SHORT, *words, "deterministic=true", "total_samples=32"]
     whole = tmp_path / "whole"
-    resumed = tmp_path / "resumed"
-    train(compose([*common, f"run_dir={whole}", "keep_checkpoints=9"]))
-    train(compose([*common, f"run_dir={resumed}", f"resume={whole / 'checkpoints' / 'step-2'}"]))
-    assert read_outcome(resumed).state == read_outcome(whole).state
+    run(*common, "keep_checkpoints=9", folder="whole")
+    run(*common, f"resume={whole / 'checkpoints' / 'step-2'}", folder="resumed")
+    assert read_outcome(tmp_path / "resumed").state == read_outcome(whole).state
 
 
-def test_a_measure_may_be_switched_on_and_off_from_one_start_to_the_next(tmp_path, capsys):
+def test_a_measure_may_be_switched_on_and_off_from_one_start_to_the_next(run, capsys):
     """The state has the same names and numbers with and without a measure; what only one has starts
     at zero."""
-    common = [*SHORT, "save_every=2", f"run_dir={tmp_path / 'run'}"]
     both = ["runtime.weights=bf16", "runtime.offload_optimizer=true"]
     for start, words in enumerate(([], both, []), start=1):
-        summary = train(compose([*common, *words, f"total_samples={16 * start}"]))
+        summary = run(*SHORT, *words, f"total_samples={16 * start}")
         assert summary["samples"] == 16 * start
         output = capsys.readouterr().out
         assert ("since then" in output and "weights was" in output) is (start > 1)
@@ -110,7 +106,7 @@ def test_each_is_counted_learns_and_leaves_a_skipped_step_alone(way, plain_losse
     rows = read_ledger(training)
     assert not [row for row in rows.values() if row.missing]
     assert not any(value.any() for value in read_state(training).values())
-    assert_equal(copy_weights(training), before)
+    assert are_equal(copy_weights(training), before)
     form = FORMS.get(words[0], "fp32")
     assert rows["optim"].active == form
 
@@ -124,8 +120,8 @@ def test_each_is_counted_learns_and_leaves_a_skipped_step_alone(way, plain_losse
         t * float("nan") for t in compute_losses(*a, **k)[:2]
     )
     assert training.take_step().skipped == 1
-    assert_equal(copy_weights(training), before[0])
-    assert_equal(read_state(training), before[1])
+    assert are_equal(copy_weights(training), before[0])
+    assert are_equal(read_state(training), before[1])
 
 
 def copy_weights(training):
@@ -140,11 +136,6 @@ def read_state(training):
         for i, entries in state.items()
         for name, value in entries.items()
     }
-
-
-def assert_equal(tensors, expected):
-    assert tensors.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
 
 
 def test_the_bytes_are_those_of_the_tensors():
@@ -203,7 +194,7 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch):
     for _ in range(3):
         expected.take_step()
         training.take_step()
-    assert_equal(copy_weights(training), copy_weights(expected))
+    assert are_equal(copy_weights(training), copy_weights(expected))
 
 
 @pytest.mark.parametrize(

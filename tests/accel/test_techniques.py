@@ -228,11 +228,8 @@ def test_what_fails_in_warm_up_falls_back_loudly_or_stops(
     with pytest.warns(UserWarning, match=warning):
         assert read_ledger(training)[key].active == active
     assert training.take_step().loss.isfinite()
-
-    training = tiny_training("dit", **{key: value})
-    training.stack.strict = True
     with pytest.raises(RuntimeError, match=error):
-        training.warm_up()
+        ledger_of("dit", "runtime.on_unavailable=error", **{key: value})
 
 
 def test_a_mistake_of_the_user_is_no_compiler_failure():

@@ -100,16 +100,18 @@ def leave_parameters_out(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "sabotage", [leave_layer_in_fp32, leave_rounding_to_pytorch, leave_parameters_out]
-)
-def test_weights_that_are_bf16_in_part_are_missing(sabotage, monkeypatch):
-    sabotage(monkeypatch)
-    assert ledger_of("dit", weights="bf16")["weights"].missing
-
-
-def test_weights_that_are_not_rounded_at_random(monkeypatch):
+def round_to_nearest(monkeypatch):
     monkeypatch.setattr(
         "accel.techniques.weights.round_stochastically", lambda wide, bits: wide.bfloat16()
     )
-    assert ledger_of("dit", weights="bf16")["weights"].active == "mixed"
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [leave_layer_in_fp32, leave_rounding_to_pytorch, leave_parameters_out, round_to_nearest],
+)
+def test_weights_that_are_bf16_in_part_are_missing(sabotage, monkeypatch):
+    sabotage(monkeypatch)
+    row = ledger_of("dit", weights="bf16")["weights"]
+    assert row.missing
+    assert row.active == "mixed"

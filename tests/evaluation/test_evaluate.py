@@ -16,6 +16,7 @@ from PIL import Image
 from common.config.compose import compose
 from common.config.schema import FdConfig
 from common.distributed.ranks import SINGLE
+from common.files import read_object
 from evaluation import evaluator as comparing
 from evaluation.distances import collect_stats, compute_figures
 from evaluation.evaluator import Evaluator, make_folder_source
@@ -24,6 +25,7 @@ from sampling import draw
 from sampling.draw import ResumableChunks
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from tests.harness.limits import start_fork
+from tests.harness.outcomes import read_lines
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
@@ -53,10 +55,6 @@ CHUNKS = {"count": 1100, "batch_size": 64, "steps": 1, "features": ["encoder"]}
 """Settings of an evaluation in three pieces."""
 
 
-def read_metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Four steps of a tiny model on digits, which measured its distances at the second and the
@@ -65,7 +63,7 @@ def trained(tmp_path_factory):
     summary = train(compose([*RUN, f"run_dir={folder}"]))
 
     # distances do not count as time of training
-    seconds = sum(line["distances_s"] for line in read_metrics(folder))
+    seconds = sum(line["distances_s"] for line in read_lines(folder))
     assert summary["maintenance_seconds"] > seconds > 0
     return folder
 
@@ -125,7 +123,7 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, result,
     """The loop draws from the averages it holds, the command from those of a checkpoint. The tiny
     model has seen 128 samples, so its averages are far from its weights. 200 samples are enough for
     64 features of the encoder, and not for 256 random ones."""
-    _, last = read_metrics(trained)
+    _, last = read_lines(trained)
     assert "fd_random" not in last
     assert result["protocol"]["weights"]["kind"] == "ema"
     figures = result["features"]
@@ -133,7 +131,7 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, result,
         assert figures[name]["kd"] == pytest.approx(last[f"kd_{name}"], rel=1e-4)
     assert figures["encoder"]["fd"] == pytest.approx(last["fd_encoder"], rel=1e-5)
     assert figures["random"]["fd"] is None
-    protocol = json.loads((trained / "fd_protocol.json").read_text())
+    protocol = read_object(trained / "fd_protocol.json")
     assert protocol["features"] == result["protocol"]["features"]
     assert protocol["floors"]["encoder"]["floor_fd"] == figures["encoder"]["floor_fd"]
     weights = trained / "checkpoints" / "step-4" / "model.safetensors"
@@ -152,7 +150,7 @@ def test_the_count_that_is_needed_is_said_before_samples_are_drawn(trained, tmp_
 
 
 def test_the_best_checkpoint_is_kept_by_the_distance_that_was_asked_for(trained):
-    best = min(read_metrics(trained), key=lambda line: line["fd_encoder"])["step"]
+    best = min(read_lines(trained), key=lambda line: line["fd_encoder"])["step"]
     checkpoints = {file.name for file in (trained / "checkpoints").glob("step-*")}
     assert checkpoints == {f"step-{best}", "step-4"}
     with expect_refusal("keep_best=fd_random: fd of 256 features needs more than 512"):
@@ -181,7 +179,7 @@ def test_a_figure_that_no_checkpoint_has_cannot_choose_the_best(words, sentence)
 def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsys):
     settings = {"labels": [3], "steps": 3, "seed": 2}
     result = evaluate(tmp_path / "out", trained, **settings)
-    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
+    assert read_object(tmp_path / "out.json") == json.loads(json.dumps(result))
     figures = result["features"]
     assert "fd of 256 features needs more than 512 samples" in figures["random"]["why"]
     assert figures["random"]["why"] in capsys.readouterr().out
@@ -271,7 +269,7 @@ def test_one_run_has_distances_of_one_protocol(trained, tmp_path):
         train(compose([*words, "sampling.steps=3"]))
     assert (folder / "fd_protocol.json").read_bytes() == before
     train(compose(words))
-    assert [line["step"] for line in read_metrics(folder)] == [2, 4, 6]
+    assert [line["step"] for line in read_lines(folder)] == [2, 4, 6]
 
 
 def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypatch, capsys):
@@ -284,7 +282,7 @@ def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypa
     folder = tmp_path / "run"
     assert train(compose([*RUN, f"run_dir={folder}", "keep_best=eval_loss"]))["steps"] == 4
     assert "warning: samples are not finite" in capsys.readouterr().out
-    assert not any("kd_encoder" in line for line in read_metrics(folder))
+    assert not any("kd_encoder" in line for line in read_lines(folder))
 
 
 def test_results_of_other_settings_do_not_replace_each_other(trained, tmp_path):

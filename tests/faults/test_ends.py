@@ -20,6 +20,7 @@ import torch.distributed as dist
 from common.config.compose import report_user_errors
 from common.distributed.exit import StopRequest
 from common.distributed.ranks import SINGLE, JointWork, Ranks
+from common.files import read_object, write_json
 from tests.harness.limits import start_fork
 from tests.harness.outcomes import list_checkpoints, seal_checkpoint
 from tests.harness.zygote import HANG, read_output
@@ -250,7 +251,7 @@ def test_no_room_anywhere_is_one_sentence(error, sentence, capsys, monkeypatch):
 )
 def test_a_hostile_state(change, sentence, zygote, finished):
     file = finished / "checkpoints" / "step-12" / "state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    write_json(file, read_object(file) | change)
     seal_checkpoint(file.parent)
     assert zygote(finished, "total_samples=104") == [1]
     assert re.search(f"^error: .*{sentence}", read_output(finished), re.M)
