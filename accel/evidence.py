@@ -196,6 +196,7 @@ class BlockProbe(nn.Module):
             count_saved(self.block, input_bytes) as saved,
         ):
             outputs = self.block(*inputs, **options)
+
         note = BlockEvidence(
             input_bytes=input_bytes.total(),
             saved_bytes=sum(saved.storages.values()),

@@ -287,7 +287,7 @@ def test_a_checkpoint_fits_any_number_of_processes(run_ranks, single, folder):
 @pytest.mark.fault("a NaN in one of two processes", "a step skipped by both; weights bit-identical")
 def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode, run_ranks, folder):
     words = ["save_every=1", "keep_checkpoints=9", "runtime.fused_adamw=true"]
-    run_ranks(folder, *words, f"runtime.parallel.mode={mode}", FAULT="nan:1:2")
+    run_ranks(folder, *words, f"runtime.parallel.mode={mode}", FAULT="nan:1:3")
     skipped = [count for (count,) in read_columns(folder, "skipped")]
     assert sum(skipped) == 1
     bad = skipped.index(1)
