@@ -2,7 +2,6 @@
 where a launcher takes part."""
 
 import itertools
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from common.files import ROOT
+from common.files import ROOT, read_object
 from tests.harness.outcomes import (
     FOUR_STEPS,
     are_equal,
@@ -214,7 +213,7 @@ def test_every_option_trains(words, run_ranks, single, folder):
 
 def read_copied(folder):
     """MiB of activations that a forward pass copied to the host, as the ledger says."""
-    row = json.loads((folder / "ledger.json").read_text())["offload_activations"]
+    row = read_object(folder / "ledger.json")["offload_activations"]
     assert row["active"] is True, row
     return row["evidence"].rpartition("; ")[2]
 
