@@ -159,8 +159,7 @@ class OptimizerState(Technique):
             note += f"; {describe_rules(optimizer)}"
             shapes = len(self.orthogonal)
             note += f"; steps are orthogonal in {sum(self.orthogonal)} of {shapes} shapes measured"
-        if evidence.left_alone:
-            note += f"; {evidence.left_alone} parameters with a gradient did not move"
+        note += f"; {evidence.left_alone} parameters with a gradient did not move"
         note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
         note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
         right = all(self.orthogonal) and not (wrong or evidence.left_alone)

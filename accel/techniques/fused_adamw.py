@@ -38,6 +38,5 @@ class FusedAdamW(Technique):
         note = f"{fused} calls of _fused_adamw_ in one optimizer step"
         if foreach or loop:
             return Observation(False, f"{note}, and {other}")
-        if evidence.left_alone:
-            note += f", which left {evidence.left_alone} parameters with a gradient as they were"
+        note += f"; {evidence.left_alone} parameters with a gradient did not move"
         return Observation(not evidence.left_alone, note)

@@ -211,7 +211,7 @@ class DataParallel(Technique):
         if not self.enabled:
             return Observation(self.off if get_world_size() == 1 else "not synchronised", note)
         reduces = numbers[REDUCTIONS[str(self.value)]] > 0
-        norms = gather_objects(max([0.0, *(float(update.norm) for update in evidence.updates)]))
+        norms = gather_objects(max([float(update.norm) for update in evidence.updates], default=0))
         if max(norms) > 1.001 * min(norms):
             reduces = False
             note += f"; the norms of their gradients differ: {norms}"
