@@ -27,9 +27,9 @@ from accel.technique import AnyStep, Observation, Technique, find_switches
 from accel.update_probe import MOVED
 
 NO_GRADIENT = -1
+"""Number in place of the fate (accel/update_probe.py) of a parameter without a gradient."""
 MIN_MOMENTUM = 1e-5
-"""Norm of a momentum below which Muon's steps are not measured: it does not normalise tiny ones."""
-
+"""Norm of a momentum below which `compare` measures no step: Muon does not normalise tiny ones."""
 MIN_NARROW_ELEMENTS = 4096
 """Number of elements of a parameter below which libraries of 8-bit and 4-bit optimizers keep its
 moments in fp32."""
@@ -167,7 +167,7 @@ class OptimizerState(Technique):
 
 
 def describe_rules(optimizer: Any) -> str:
-    """Describes what Muon and AdamW update."""
+    """Says how many matrices Muon updates, and how many elements AdamW."""
     inner = list(iterate_innermost(optimizer))
     groups = [group for member in inner for group in member.param_groups]
     counts = [(len(group["matrices"]), len(group["params"])) for group in groups]
@@ -220,8 +220,8 @@ class AdapterGradients(Technique):
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
         reached = set[str]()
         first_steps = dict[str, int]()
+        none = torch.full((), NO_GRADIENT)
         for step, update in enumerate(evidence.updates, start=1):
-            none = torch.full((), NO_GRADIENT)
             found = [update.fates.get(p, none) for _, p, _ in self.iterate_parameters()]
             fates = torch.stack([fate.to(self.device) for fate in found])
             # A parameter has a gradient if it has one on any rank.

@@ -74,7 +74,7 @@ class BlockEvidence:
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> number of such events that began on the host during the call."""
     sends_back: bool = True
-    """Whether a gradient flows back through the call to its inputs."""
+    """Whether the backward pass sends a gradient through the call to the block's inputs."""
     unmoved_bytes: int = 0
     """Bytes of saved tensors that stay on the device although they are large enough to be moved to
     the host."""
@@ -123,7 +123,8 @@ class Evidence:
     """Profiler event name -> how often it ran in a step after the end of warm-up
     (`Technique.on_warm`)."""
     updates: list[Update] = field(default_factory=list)
-    """What each step of warm-up did to the parameters; empty if the work is no training."""
+    """Each training step of warm-up, but the profiled one, adds here what it did to the
+    parameters."""
 
     @property
     def left_alone(self) -> int:

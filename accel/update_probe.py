@@ -20,7 +20,7 @@ MOVED = 2
 
 
 class Update(NamedTuple):
-    """What one step did to the parameters of its optimizer."""
+    """Records what one step did to the parameters of its optimizer."""
 
     fates: dict[Tensor, Tensor]
     """Parameter with a gradient -> a scalar on the device: 0 if the gradient times the rate is lost

@@ -219,7 +219,7 @@ def test_what_is_right_is_on_from_the_zero_layers_of_a_new_model_on(words, tmp_p
 
 
 def observe_made_up(key, evidence, patch, good):
-    """What a row says of evidence of a step on a GPU, or of two processes."""
+    """Returns what a row says of evidence of a step on a GPU, or of two processes."""
     if key == "parallel":
         factor = 1.0 if good else 2.0
         gather = "accel.techniques.parallel.gather_objects"

@@ -143,7 +143,7 @@ def test_a_full_disk_before_and_beside_saves(saved):
 
 @pytest.mark.fault("a disk with room for checkpoints only", "a warning a file; the same bits")
 def test_only_checkpoints_need_room(run_whole, tmp_path, monkeypatch):
-    """What else cannot be written is told once."""
+    """The run tells once what else it cannot write."""
     refuse_files(monkeypatch, lambda file: "checkpoints" not in file.parts)
     with pytest.warns(UserWarning, match="continues without it") as told:
         start_run(tmp_path, *TWO_PICTURES)
