@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from common.distributed.ranks import Ranks
-    from training.drawing import Conditions
+    from training.drawing import Conditions, SampleStream
 
 SAMPLER_KEYS = (
     "guidance",
@@ -159,14 +160,15 @@ class DrawConfig(ModelConfig):
 
 
 class SampleJob:
-    """A sampling job: the trained model with its acceleration techniques, and the stream of samples
-    that a `DrawConfig` describes.
+    """A sampling job: the trained model with its acceleration techniques, and the samples that a
+    `DrawConfig` describes, in a stream for each scale of guidance, the unguided one last.
 
     All ranks must create the job at the same time.
     """
 
     def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
         from common.environment import pick_device
+        from models.requested_conditions import list_values
         from sampling.load import load_run
         from training.drawing import SampleStream
 
@@ -181,12 +183,18 @@ class SampleJob:
         )
         self.trained = replace(trained, text_encoder_path=cfg.text_encoder)
         changes = {name: vars(cfg)[name] for name in SAMPLER_KEYS if vars(cfg)[name] is not None}
-        sampling = self.trained.change_sampling(**changes)
         conditions = self.choose_conditions()
-        self.stream = SampleStream(
-            trained.forward, trained.spec, sampling, conditions, cfg.seed, cfg.batch_size
-        )
-        self.ledger = self.trained.warm_up(conditions, cfg.batch_size, sampling.guidance)
+        scales = list_values(cfg.guidance) or [trained.sampling.guidance]
+        self.streams: dict[str, SampleStream] = {}
+        """The streams by the suffix of the names of their tensors."""
+        for scale in sorted(dict.fromkeys(scales), key=lambda scale: scale == 1.0):
+            sampling = self.trained.change_sampling(**changes | {"guidance": scale})
+            self.streams[f"@{scale}" if self.streams else ""] = SampleStream(
+                trained.forward, trained.spec, sampling, conditions, cfg.seed, cfg.batch_size
+            )
+        self.stream = self.streams[""]
+        guidance = self.stream.sampling.guidance
+        self.ledger = self.trained.warm_up(conditions, cfg.batch_size, guidance)
 
     def choose_conditions(self) -> Conditions:
         """Returns what the samples are drawn of.
@@ -238,10 +246,11 @@ class SampleJob:
         samples = list_samples(loader, source, cfg.count)
         return Conditions.of_samples(source, samples, loader, trained.device)
 
-    def describe_protocol(self) -> dict[str, Any]:
-        """Returns setting -> value for all settings on which a metric of these samples, such as a
-        Fréchet distance, depends."""
-        settings = self.stream.describe_protocol(self.trained.stack, self.cfg.count)
+    def describe_protocol(self, stream: SampleStream | None = None) -> dict[str, Any]:
+        """Returns setting -> value for all settings on which a metric of the samples of a stream
+        (None: the first), such as a Fréchet distance, depends."""
+        chosen = stream or self.stream
+        settings = chosen.describe_protocol(self.trained.stack, self.cfg.count)
         return settings | {"weights": self.trained.weights}
 
     def run(
@@ -254,17 +263,19 @@ class SampleJob:
         returns a `ResumableChunks`, which reads all chunks.
 
         First prints the number of samples and the ledger. `content(labels, latents)` returns, for a
-        batch, name -> tensor to write to the chunk. `job` holds the values that determine what
-        `content` returns. Raises UserError if `folder` has chunks of another `job`, or if latents
-        are not finite.
+        batch, name -> tensor to write to the chunk, where its name gets the suffix of the stream.
+        `job` holds the values that determine what `content` returns. Raises UserError if `folder`
+        has chunks of another `job`, or if latents are not finite.
         """
         import torch
 
         from common.output import Progress
+        from training.drawing import draw_streams
 
         cfg = self.cfg
         self.ranks.say(
-            f"{cfg.count} samples from {self.trained.file}\n\n"
+            f"{cfg.count} samples from {self.trained.file}: the model runs "
+            f"{self.count_calls()} times for each\n\n"
             f"ledger ({self.trained.device})\n{self.ledger.format_table(cfg.ledger)}\n"
         )
         whole_job = {
@@ -290,14 +301,18 @@ class SampleJob:
             batches = []
             samples = chunks.parts[number]
             for first in samples[:: cfg.batch_size]:
-                labels, latents = self.stream.draw_batch(first // cfg.batch_size)
-                if not latents.isfinite().all():
-                    raise UserError(
-                        f"{self.trained.file} draws samples that are not finite; use an earlier "
-                        "checkpoint of the run, or runtime.precision=fp32."
-                    )
                 wanted = min(cfg.batch_size, samples.stop - first)
-                batches.append(content(labels[:wanted], latents[:wanted]))
+                tensors = {}
+                drawn = draw_streams([*self.streams.values()], first // cfg.batch_size)
+                for suffix, (labels, latents) in zip(self.streams, drawn, strict=True):
+                    if not latents.isfinite().all():
+                        raise UserError(
+                            f"{self.trained.file} draws samples that are not finite; use an "
+                            "earlier checkpoint of the run, or runtime.precision=fp32."
+                        )
+                    parts = content(labels[:wanted], latents[:wanted])
+                    tensors |= {name + suffix: part for name, part in parts.items()}
+                batches.append(tensors)
                 progress.advance(wanted)
             chunks.write(
                 number,
@@ -306,6 +321,22 @@ class SampleJob:
         progress.close()
         self.ranks.wait_for_all()
         return chunks
+
+    def count_calls(self) -> int:
+        """Returns how often the model runs for a sample of all streams, without running it."""
+        import torch
+
+        from training.drawing import draw_streams
+
+        sizes = []
+
+        def count(x: Tensor, *args: Any, **options: Any) -> Tensor:
+            sizes.append(len(x))
+            return torch.zeros_like(x)
+
+        streams = [replace(s, model=count, batch_size=1) for s in self.streams.values()]
+        deque(draw_streams(streams, 0), maxlen=0)
+        return sum(sizes)
 
 
 class ResumableChunks:

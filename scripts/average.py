@@ -103,6 +103,9 @@ def average(cfg: AverageConfig) -> Path:
 
     default = run / f"averages/length-{cfg.length:g}-at-{samples}.safetensors"
     out = Path(cfg.out or default).expanduser()
+    if cfg.out is None and out.is_file():
+        print(f"{out} is there already", flush=True)
+        return out
     if out.suffix != ".safetensors" or out.exists():
         raise UserError(f"out={out} must be a new file whose name ends in .safetensors.")
     numbers, residual = fit_profile(snapshots, Snapshot(samples, cfg.length, out))

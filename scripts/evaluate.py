@@ -2,6 +2,7 @@
 
     python -m scripts.evaluate run_dir=runs/mine count=10000
     python -m scripts.evaluate run_dir=runs/mine reference=photos guidance=1 solver=ab2 steps=100
+    python -m scripts.evaluate run_dir=runs/mine guidance=[1,1.25,1.5] length=[0.05,0.1]
     torchrun --nproc-per-node 8 -m scripts.evaluate run_dir=runs/mine count=50000 batch_size=256 \
         features=[inception,dinov2] inception=weights-inception-2015-12-05-6726825d.pth \
         dinov2=facebook/dinov2-large
@@ -13,7 +14,10 @@ nothing; with `picture_encoder=<folder>`, one autoencoder for runs on different 
 (extensions=[package]). The reference is a folder of images, or the decoded training latents
 ("reconstructions"). `labels=[apple,3]` draws only those classes, by name or number; a model of
 captions draws those of the training samples, in order (`prompts`), and `clip=<folder of a CLIP
-model>` measures how well samples fit them. <out>.json has the figures, the protocol (all settings
+model>` measures how well samples fit them. Several values of `guidance`, and of `length` for a run
+with snapshots, are compared on the same noise and reference, in a table and a plot; each has the
+figures that a command of its own gives, bit for bit unless a compiler makes other code for another
+batch size. <out>.json has the figures, the protocol (all settings
 that they depend on), and the names of the classes by number. Compare only figures with the same
 protocol. After a stop the same command continues from the pieces in <out>.parts and gives the same
 figures. The features of the reference are cached below $XDG_CACHE_HOME or ~/.cache; processes on
@@ -22,8 +26,10 @@ several machines must share that folder and `out`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,12 +39,14 @@ from common.config.paths import refuse_drawing, refuse_missing
 from common.config.schema import EnoughSamples, FdConfig, Positive
 from common.errors import UserError
 from common.text import format_table
+from models.requested_conditions import list_values
 from sampling.draw import DrawConfig, SampleJob
 from scripts.commands import run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from common.distributed.ranks import Ranks
     from evaluation.distances import StatsBySpace
     from evaluation.evaluator import Evaluator
     from sampling.draw import ResumableChunks
@@ -57,6 +65,12 @@ class EvaluateConfig(FdConfig, DrawConfig):
     dimensions."""
     batch_size: Positive = 128
     reference_count: EnoughSamples = 50_000
+    guidance: Any = None
+    """Scale of classifier-free guidance, 1 for none, or scales to compare, such as [1,1.25,1.5];
+    null: that of the run."""
+    length: Any = None
+    """Instead of a checkpoint's weights: the length of an average of the run's weights, or lengths
+    to compare, such as [0.05,0.1] (see scripts.average)."""
     prompts: str = "train"
     clip: str | None = None
     """For a model of captions: folder or hub id of a CLIP model, by which `clip_score` is measured:
@@ -66,21 +80,65 @@ class EvaluateConfig(FdConfig, DrawConfig):
     Required if `weights` names a file that lies in no run folder."""
 
 
-def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
-    """Draws samples, compares their features with those of the reference, and writes <out>.json.
-    Returns the content of that file on rank 0, and an empty dict on all other ranks."""
-    refuse_drawing(cfg)
+def evaluate_run(cfg: EvaluateConfig) -> list[dict[str, Any]]:
+    """Draws samples with each value of `guidance` and `length`, compares their features with those
+    of the reference, and writes a file of figures for each value. Returns the content of the files
+    on rank 0, and an empty list on all other ranks."""
+    for key in ("guidance", "length"):
+        if vars(cfg)[key] == []:
+            raise UserError(f"{key}=[] has no value; leave it out, or name some.")
+    for scale in list_values(cfg.guidance) or [None]:
+        refuse_drawing(replace(cfg, guidance=scale))
+    if cfg.length is not None and (cfg.weights or cfg.checkpoint != "last"):
+        raise UserError(
+            f"length={cfg.length} is of a run's own averages, at its end; leave weights and "
+            "checkpoint out."
+        )
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.distributed.ranks import Ranks
+    from scripts.average import AverageConfig, average
+
+    # Make all averages before samples are drawn.
+    ranks = Ranks.from_environment()
+    configs = [cfg]
+    if cfg.length is not None:
+        averages = [AverageConfig(cfg.run_dir, length) for length in list_values(cfg.length)]
+        files = ranks.broadcast_result(lambda: [average(wanted) for wanted in averages])
+        configs = [
+            replace(cfg, run_dir=None, weights=str(f), out=cfg.out and f"{cfg.out}-{f.stem}")
+            for f in dict.fromkeys(files)
+        ]
+
+    pieces = []
+    results: dict[str, dict[str, Any]] = {}
+    for config in configs:
+        chunks, content = evaluate_weights(config, ranks)
+        pieces.append(chunks)
+        results |= content
+    if len(results) > 1:
+        compare_values(results)
+    else:
+        for out, result in results.items():
+            score = f"{CLIP} {result[CLIP]:.2f}\n" if cfg.clip else ""
+            print(f"\n{format_figures(result['features'])}\n{score}{out}.json", flush=True)
+    for chunks in pieces:
+        chunks.remove()
+    return list(results.values())
+
+
+def evaluate_weights(
+    cfg: EvaluateConfig, ranks: Ranks
+) -> tuple[ResumableChunks, dict[str, dict[str, Any]]]:
+    """Draws samples of one file of weights with each scale of guidance, and writes their figures.
+    Returns the chunks of the samples, and on rank 0 a dict: path of a file of figures, without
+    .json -> its content."""
     from common.environment import describe_environment
     from common.files import hash_content, write_json
     from evaluation.clip import ClipScore
-    from evaluation.distances import explain_too_few
     from evaluation.evaluator import Evaluator
     from sampling.load import find_run_folder
 
-    ranks = Ranks.from_environment()
     job = SampleJob(cfg, ranks)
     trained = job.trained
     run = find_run_folder(trained.file)
@@ -89,59 +147,109 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             f"out is not set, and {trained.file} is in no run's folder; set out=<file without "
             ".json>."
         )
-    decode = trained.autoencoder.decode
-    clip = ClipScore(cfg.clip, job.stream.conditions, decode) if cfg.clip else None
+    conditions = job.stream.conditions
+    clip = ClipScore(cfg.clip, conditions, trained.autoencoder.decode) if cfg.clip else None
     evaluator = Evaluator(
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
     originals = evaluator.collect_originals(trained.spec, trained.data, ranks)
-    for name, space in evaluator.spaces.items():
-        too_few = explain_too_few(cfg.count, space.dim)
-        if too_few:
-            ranks.say(f"note: {name}: {too_few}")
+    note_few_samples(cfg, evaluator, ranks)
 
-    # Put a hash of the protocol into the name of the result's file, so that different settings
-    # write different files.
+    # Put a hash of the protocol into the name of a result's file, so that different settings write
+    # different files.
     # Version 2: held-out images give the threshold of `copied`; before, when protocols had no
     # version, the reference's own images did.
     reference_protocol = evaluator.describe_protocol() | {"version": 2}
     reference_protocol |= {"clip": clip.sha256} if clip else {}
-    protocol = job.describe_protocol() | reference_protocol
-    digest = hash_content(protocol, sort_keys=True)[:8]
-    out = Path(cfg.out or f"{run}/evaluation/{trained.file.parent.name}-{digest}").expanduser()
+    protocols = {}
+    for suffix, stream in job.streams.items():
+        protocol = job.describe_protocol(stream) | reference_protocol
+        digest = hash_content(protocol, sort_keys=True)[:8]
+        out = f"{run}/evaluation/{trained.file.parent.name}-{digest}"
+        protocols[os.path.expanduser(f"{cfg.out}{suffix}" if cfg.out else out)] = protocol
 
     def measure(labels: Tensor, latents: Tensor) -> dict[str, Tensor]:
         scores = {} if clip is None else {CLIP: clip(labels, latents)}
         return evaluator.compute_latent_features(latents) | scores
 
-    chunks = job.run(Path(f"{out}.parts"), reference_protocol, measure)
-    result: dict[str, Any] = {}
-    if ranks.first:
-        result = summarise(chunks, evaluator, originals) | {
-            "protocol": protocol,
-            "environment": describe_environment(trained.device),
-            "classes": job.stream.conditions.list_names(cfg.count),
-        }
-        write_json(Path(f"{out}.json"), result)
-        score = f"{CLIP} {result[CLIP]:.2f}\n" if clip else ""
-        print(f"\n{format_figures(result['features'])}\n{score}{out}.json", flush=True)
-    chunks.remove()
-    return result
+    parts = next(iter(protocols)) + "".join(job.streams)
+    chunks = job.run(Path(f"{parts}.parts"), reference_protocol, measure)
+    results: dict[str, dict[str, Any]] = {}
+    for suffix, (out, protocol) in zip(job.streams, protocols.items(), strict=True):
+        if ranks.first:
+            results[out] = summarise(chunks, suffix, evaluator, originals) | {
+                "protocol": protocol,
+                "environment": describe_environment(trained.device),
+                "classes": conditions.list_names(cfg.count),
+            }
+            write_json(Path(f"{out}.json"), results[out])
+    return chunks, results
+
+
+def note_few_samples(cfg: EvaluateConfig, evaluator: Evaluator, ranks: Ranks) -> None:
+    """Says for which feature spaces there will be too few samples."""
+    from evaluation.distances import explain_too_few
+
+    for name, space in evaluator.spaces.items():
+        too_few = explain_too_few(cfg.count, space.dim)
+        if too_few:
+            ranks.say(f"note: {name}: {too_few}")
 
 
 def summarise(
-    chunks: ResumableChunks, evaluator: Evaluator, originals: list[StatsBySpace]
+    chunks: ResumableChunks, suffix: str, evaluator: Evaluator, originals: list[StatsBySpace]
 ) -> dict[str, Any]:
-    """Computes the figures of all samples; holds the features of one chunk at a time."""
+    """Computes the figures of the samples whose tensors have this `suffix`; holds the features of
+    one chunk at a time."""
     import torch
 
     from evaluation.distances import collect_stats, compute_figures
 
-    stats = collect_stats({name: chunk[name] for name in evaluator.spaces} for chunk in chunks)
+    stats = collect_stats({n: chunk[n + suffix] for n in evaluator.spaces} for chunk in chunks)
     result: dict[str, Any] = {"features": compute_figures(stats, evaluator.reference, *originals)}
     if CLIP in chunks.read(0):
-        result[CLIP] = float(torch.cat([chunk[CLIP] for chunk in chunks]).mean())
+        scores = [chunk[CLIP + suffix] for chunk in chunks]
+        result[CLIP] = float(torch.cat(scores).mean())
     return result
+
+
+def compare_values(results: Mapping[str, dict[str, Any]]) -> None:
+    """Prints a table of the figures of a sweep, and for each feature space and file of weights the
+    lowest distance beside that without guidance. Draws the distances in an SVG beside the files of
+    the figures. `results` maps the path of each, without .json, to its content."""
+    rows = {}
+    curves: dict[str, dict[float, float]] = {}
+    for result in sorted(results.values(), key=lambda result: result["protocol"]["guidance"]):
+        guidance = result["protocol"]["guidance"]
+        weights = Path(result["protocol"]["weights"]["file"]).stem
+        score = f", {CLIP} {result[CLIP]:.2f}" if CLIP in result else ""
+        for space, figures in result["features"].items():
+            rows[f"{space}, {weights}, guidance={guidance:g}{score}"] = figures
+            distance = figures["kd"] if figures["fd"] is None else figures["fd"]
+            curves.setdefault(f"{space}, {weights}", {})[guidance] = distance
+
+    print(f"\n{format_figures(dict(sorted(rows.items())))}")
+    for name, distances in curves.items():
+        best, *_ = sorted(distances, key=distances.__getitem__)
+        unguided = f", without it {distances[1.0]:.4g}" if 1.0 in distances else ""
+        print(f"{name}: lowest distance {distances[best]:.4g} at guidance={best:g}{unguided}")
+    if find_spec("matplotlib") is None:
+        print("no plot: pip install 'fastlatent[report]'")
+        return
+    from matplotlib.figure import Figure
+
+    from common.files import create_file
+
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot(xlabel="guidance", ylabel="distance")
+    for name, distances in curves.items():
+        axes.plot([*distances], [*distances.values()], marker="o", label=name)
+    axes.axvline(1.0, linestyle=":", label="without guidance")
+    axes.legend()
+    file = Path(f"{next(iter(results))}-sweep.svg")
+    with create_file(file) as stream:
+        figure.savefig(stream, format="svg")
+    print(file, flush=True)
 
 
 def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:

@@ -6,7 +6,7 @@ samples take theirs in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -208,3 +208,27 @@ class SampleStream:
             "data": self.spec.fingerprint,
             "autoencoder": self.spec.encoder_sha256 or self.spec.encoder.get("_target_"),
         }
+
+
+def draw_streams(
+    streams: Sequence[SampleStream], number: int
+) -> Iterator[tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]]:
+    """Draws batch `number` of each stream. If there are several, they must differ in the scale of
+    guidance alone, and guided ones come first: until guidance begins, all paths are equal, and the
+    model runs for the first stream only."""
+    # Input and output of the first stream's calls, up to the first with a doubled batch.
+    kept: list[tuple[Tensor, Tensor]] = []
+    for stream in streams:
+        known = iter([*kept])
+
+        def run(x: Tensor, *args: Any, known: Any = known, **options: Any) -> Tensor:
+            for kept_x, velocity in islice(known, 1):
+                if torch.equal(kept_x, x):
+                    return velocity
+            velocity = streams[0].model(x, *args, **options)
+            if len(streams) > 1 and all(len(kept_x) == streams[0].batch_size for kept_x, _ in kept):
+                # Copy, because a CUDA graph of the compiler writes its next result to this memory.
+                kept.append((x, velocity.clone()))
+            return velocity
+
+        yield replace(stream, model=run).draw_batch(number)

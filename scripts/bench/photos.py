@@ -72,13 +72,14 @@ def measure_photos(case: Case, cfg: BenchConfig) -> Figures:
         words = line.format(words=" ".join(case.overrides), run=run)
         subprocess.run([sys.executable, *words.split()], check=True)
 
-    rows = []
-    for guidance in lines["guidances"]:
-        keys = EvaluateConfig(run_dir=run, guidance=guidance, **lines["evaluate"])
-        rows.append(evaluate_run(keys)["features"]["picture"] | {"guidance": guidance})
-    best = min(rows, key=lambda row: row["fd"])
+    rows = {
+        result["protocol"]["guidance"]: result["features"]["picture"]
+        for result in evaluate_run(EvaluateConfig(run_dir=run, **lines["evaluate"]))
+    }
+    best = min(rows, key=lambda guidance: rows[guidance]["fd"])
 
     out = f"{cfg.out}/{cfg.name}/{case.name}/drawn"
-    sample_run(SampleConfig(run_dir=run, guidance=best["guidance"], out=out, **lines["sample"]))
+    sample_run(SampleConfig(run_dir=run, guidance=best, out=out, **lines["sample"]))
     report(ReportConfig(run, out))
-    return read_object(Path(run, "summary.json")) | {"unguided_fd": rows[0]["fd"]} | best
+    figures = rows[best] | {"guidance": best, "unguided_fd": rows[1.0]["fd"]}
+    return read_object(Path(run, "summary.json")) | figures

@@ -53,7 +53,7 @@ def test_the_default_run_draws_digits_that_a_classifier_recognises(
     )
     # Noise has more than 20 floors: tests/evaluation/test_evaluate.py. The floor is that of halves,
     # which a good model may pass.
-    for distances in evaluate_run(cfg)["features"].values():
+    for distances in evaluate_run(cfg)[0]["features"].values():
         assert 0.5 * distances["floor_fd"] < distances["fd"] < 6 * distances["floor_fd"]
 
 

@@ -157,7 +157,9 @@ def run_module(name, words):
         assert len(np.load(npz)["arr_0"]) == int(asked[0])
     elif name == "scripts.evaluate":
         few = [*words, "count=20", "steps=1", "batch_size=10"]
-        assert evaluate_run(parse_words(EvaluateConfig, few, ""))["features"]["encoder"]["kd"] < 1
+        assert (
+            evaluate_run(parse_words(EvaluateConfig, few, ""))[0]["features"]["encoder"]["kd"] < 1
+        )
     elif name == "scripts.import_weights":
         torch.save({"ema": draw_weights(PUBLISHED)}, words[0].partition("=")[2])
         local = ["encoder=vae", f"head_dim={PUBLISHED.dim // PUBLISHED.heads}"]

@@ -201,7 +201,7 @@ def test_the_clip_score(captioned_run, clip, tmp_path):
     """transformers computes it from the images and captions that the same settings draw."""
     from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
-    result = evaluate_run(
+    (result,) = evaluate_run(
         EvaluateConfig(
             run_dir=str(captioned_run),
             clip=str(clip),

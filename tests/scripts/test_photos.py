@@ -41,8 +41,7 @@ def test_packed_photos_are_trained_on_and_compared(tmp_path, monkeypatch):
             f" encoder.path=latents/judge/encoder {' '.join(TINY_JOB)} held_out=24 resolution=8",
             f"{ROOT}/train.py {{words}} run_dir={{run}}",
         ],
-        "guidances": [1.0, 3.0],
-        "evaluate": TABLES["photos"]["evaluate"] | {"count": 80, "steps": 1},
+        "evaluate": TABLES["photos"]["evaluate"] | {"guidance": [1, 3], "count": 80, "steps": 1},
         "sample": TABLES["photos"]["sample"] | {"steps": 1},
     }
     monkeypatch.setitem(TABLES, "photos", lines)
