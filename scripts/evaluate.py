@@ -84,16 +84,10 @@ def evaluate_run(cfg: EvaluateConfig) -> list[dict[str, Any]]:
     """Draws samples with each value of `guidance` and `length`, compares their features with those
     of the reference, and writes a file of figures for each value. Returns the content of the files
     on rank 0, and an empty list on all other ranks."""
-    for key in ("guidance", "length"):
-        if vars(cfg)[key] == []:
-            raise UserError(f"{key}=[] has no value; leave it out, or name some.")
+    if [] in (cfg.guidance, cfg.length):
+        raise UserError("guidance=[] or length=[] has no value; name some, or leave it out.")
     for scale in list_values(cfg.guidance) or [None]:
         refuse_drawing(replace(cfg, guidance=scale))
-    if cfg.length is not None and (cfg.weights or cfg.checkpoint != "last"):
-        raise UserError(
-            f"length={cfg.length} is of a run's own averages, at its end; leave weights and "
-            "checkpoint out."
-        )
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.distributed.ranks import Ranks

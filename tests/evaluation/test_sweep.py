@@ -127,11 +127,11 @@ def test_results_of_a_sweep_lie_with_those_of_the_run(trained, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("guidance=[]", r"guidance=\[\] has no value"),
-        ("length=[]", r"length=\[\] has no value"),
+        ("guidance=[]", "has no value"),
+        ("length=[]", "has no value"),
         ("guidance=[1,x]", "guidance=x must be a valid number"),
         ("length=[0.1,0.5]", "length=0.5 must be at most 0.2"),
-        ("length=0.1 checkpoint=best", "length=0.1 is of a run's own averages"),
+        ("length=0.1 checkpoint=best", "checkpoint=best: .*length-0.1-at-128"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_said(words, sentence, trained):
