@@ -77,7 +77,8 @@ class EvaluateConfig(FdConfig, DrawConfig):
     100 times the mean cosine between a sample and its caption."""
     out: str | None = None
     """Path of the result without .json; null: <run_dir>/evaluation/step-<N>-<hash of the protocol>.
-    Required if `weights` names a file that lies in no run folder."""
+    Required if `weights` names a file that lies in no run folder. Results of several values are
+    <out>@<scale>.json, or <out>-<average>.json."""
 
 
 def evaluate_run(cfg: EvaluateConfig) -> list[dict[str, Any]]:
@@ -219,14 +220,14 @@ def compare_values(results: Mapping[str, dict[str, Any]]) -> None:
         score = f", {CLIP} {result[CLIP]:.2f}" if CLIP in result else ""
         for space, figures in result["features"].items():
             rows[f"{space}, {weights}, guidance={guidance:g}{score}"] = figures
-            distance = figures["kd"] if figures["fd"] is None else figures["fd"]
-            curves.setdefault(f"{space}, {weights}", {})[guidance] = distance
+            kind = "kd" if figures["fd"] is None else "fd"
+            curves.setdefault(f"{kind}_{space}, {weights}", {})[guidance] = figures[kind]
 
     print(f"\n{format_figures(dict(sorted(rows.items())))}")
     for name, distances in curves.items():
         best, *_ = sorted(distances, key=distances.__getitem__)
         unguided = f", without it {distances[1.0]:.4g}" if 1.0 in distances else ""
-        print(f"{name}: lowest distance {distances[best]:.4g} at guidance={best:g}{unguided}")
+        print(f"{name}: lowest {distances[best]:.4g} at guidance={best:g}{unguided}")
     if find_spec("matplotlib") is None:
         print("no plot: pip install 'fastlatent[report]'")
         return

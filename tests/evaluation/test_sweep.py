@@ -104,7 +104,7 @@ def test_a_killed_sweep_goes_on_to_the_figures_of_single_commands(
         name = f"encoder, {Path(result['protocol']['weights']['file']).stem}"
         other = swept[swept.index(result) + 1]["features"]["encoder"]
         best = min(result["features"]["encoder"]["fd"], other["fd"])
-        assert f"{name}: lowest distance {best:.4g} at guidance=" in text
+        assert f"fd_{name}: lowest {best:.4g} at guidance=" in text
         assert f", without it {other['fd']:.4g}" in text
         assert f"{name}, guidance=1.25" in text
     assert not list(tmp_path.glob("*.parts"))
