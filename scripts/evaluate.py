@@ -223,7 +223,8 @@ def compare_values(results: Mapping[str, dict[str, Any]]) -> None:
             kind = "kd" if figures["fd"] is None else "fd"
             curves.setdefault(f"{kind}_{space}, {weights}", {})[guidance] = figures[kind]
 
-    print(f"\n{format_figures(dict(sorted(rows.items())))}")
+    table = sorted(rows.items(), key=lambda item: item[0].partition("guidance=")[0])
+    print(f"\n{format_figures(dict(table))}")
     for name, distances in curves.items():
         best, *_ = sorted(distances, key=distances.__getitem__)
         unguided = f", without it {distances[1.0]:.4g}" if 1.0 in distances else ""
