@@ -12,6 +12,7 @@ averaged weights (weights=model: the trained ones). From a .pt it unpickles only
 values and an argparse.Namespace. The file that it writes also names the encoder and the
 normalisation with which the model was trained, because with any others its samples are noise:
 kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind=lightningdit needs encoder= and
+statistics=. kind=repa, for REPA, iREPA and their forks, knows those of REPA; iREPA needs
 statistics=. docs/exchange.md explains the conversion.
 """
 
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from data.spec import LatentSpec
-    from scripts.published_weights import Published
+    from scripts.published_weights import Keys, Published
 
-Kind = StrEnum("Kind", "sit lightningdit dit")
+Kind = StrEnum("Kind", "sit repa lightningdit dit")
 WeightsChoice = StrEnum("WeightsChoice", "ema model")
 
 
@@ -43,7 +44,7 @@ class Family(NamedTuple):
 
     marks: tuple[str, ...] = ()
     """Names of tensors of which such a model has some, and those of the kinds below it none; empty
-    for the last kind."""
+    for SiT and REPA."""
     needs: Mapping[str, str] = {}
     """Keys that the user must give -> what to give."""
     encoder: str = ""
@@ -52,6 +53,8 @@ class Family(NamedTuple):
     """Channels of that encoder's latents."""
     scale: float = 0.0
     """Factor by which it multiplies latents; 0: it normalises them by their statistics."""
+    is_reversed: bool = True
+    """Whether its time is 1 for the image, and 0 for noise."""
 
 
 KINDS = {
@@ -65,8 +68,10 @@ KINDS = {
         needs={"encoder": "<folder of its VA-VAE>", "statistics": "<its latents_stats.pt>"},
     ),
     Kind.sit: Family(encoder="sd", channels=4, scale=0.18215),
+    Kind.repa: Family(encoder="sd", channels=4, scale=0.18215, is_reversed=False),
 }
-"""The kinds of models that are read; a file holds the first of which it has a mark."""
+"""The kinds of models that are read; a file holds the first of which it has a mark, unless it shows
+that it is of REPA (see `check_checkpoint`)."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +81,16 @@ class WeightsConfig:
     source: str | None = None
     """The checkpoint, a .safetensors or .pt file."""
     kind: Kind | None = None
-    """What the checkpoint holds: sit or lightningdit; dit is refused."""
+    """What the checkpoint holds: sit, repa or lightningdit; dit is refused. Where neither its
+    tensors nor its arguments tell REPA from SiT, your word counts."""
     out: str | None = None
     """The weights file to write, a new .safetensors."""
     encoder: str | None = None
     """Encoder of the model's latents: a file of conf/encoder, or a folder or hub id in the
-    diffusers format; null: sd, which only kind=sit allows."""
+    diffusers format; null: sd, which kind=sit and kind=repa allow."""
     statistics: str | None = None
-    """File with the mean and std of each channel, LightningDiT's latents_stats.pt; required for
-    kind=lightningdit."""
+    """File with the mean and std of each channel, LightningDiT's latents_stats.pt or iREPA's
+    sdvae-ft-mse-f8d4-latents-stats.pt; required for both."""
     weights: WeightsChoice = WeightsChoice.ema
     """Which weights of a training checkpoint to take: ema (the averaged ones) or model."""
     classes: str | None = None
@@ -114,7 +120,7 @@ class WeightsConfig:
                 "a SiT."
             )
         refuse_unset(self, family.needs)
-        if self.statistics is not None and family.scale:
+        if self.statistics is not None and self.kind == Kind.sit:
             raise UserError(
                 f"statistics={self.statistics} does not go with kind={self.kind}, whose latents "
                 f"are × {family.scale}; leave it out."
@@ -142,16 +148,12 @@ def import_weights(cfg: WeightsConfig) -> Path:
         raise UserError(f"out={cfg.out} is there already; choose another file, or delete it.")
     source = Path(str(cfg.source)).expanduser()
     keys = read_checkpoint(source, cfg.weights)
-    held = next(kind for kind, of in KINDS.items() if not of.marks or keys.keys() & of.marks)
-    if held != cfg.kind:
-        raise UserError(
-            f"source={source} holds a {held}, by the names of its tensors; use kind={held}."
-        )
-    published = convert_published(keys, cfg.head_dim)
+    check_checkpoint(keys, cfg)
+    published = convert_published(keys, cfg.head_dim, family.is_reversed)
     if cfg.encoder is None and published.channels != family.channels:
         raise UserError(
             f"source={source} draws latents of {published.channels} channels, and "
-            f"encoder={family.encoder}, which kind={held} stands for, makes {family.channels}; "
+            f"encoder={family.encoder}, which kind={cfg.kind} stands for, makes {family.channels}; "
             "name the encoder of its latents by encoder=."
         )
 
@@ -170,20 +172,51 @@ def import_weights(cfg: WeightsConfig) -> Path:
     return out
 
 
-def read_statistics(file: Path, channels: int) -> list[list[float]]:
-    """Reads mean and std of each channel from LightningDiT's `latents_stats.pt`."""
+def check_checkpoint(keys: Keys, cfg: WeightsConfig) -> None:
+    """Raises UserError if the tensors or arguments of a checkpoint show another model than
+    `cfg.kind`, another flow than ours, or an iREPA whose statistics are not given."""
+    held = next(kind for kind, of in KINDS.items() if not of.marks or keys.keys() & of.marks)
+    # REPA calls a velocity v, SiT calls it velocity. If nothing tells one from the other, believe
+    # the user.
+    word = keys.args.get("prediction", cfg.kind if held == Kind.sit else "")
+    names = " ".join([*keys, *keys.args])
+    if word in ("v", Kind.repa) or "projectors." in names or "enc_type" in names:
+        held = Kind.repa
+    if held != cfg.kind:
+        raise UserError(
+            f"source={keys.file} holds a {held}, by its tensors and arguments; use kind={held}."
+        )
 
+    words = [str(keys.args.get(name, "v")) for name in ("path_type", "prediction")]
+    if {word.lower() for word in words} - {"linear", "v", "velocity"}:
+        raise UserError(
+            f"source={keys.file} was trained with {' and '.join(words)}, and this sampler knows "
+            "linear paths and velocities; give another checkpoint."
+        )
+    if cfg.statistics is None and "projection_layer" in names:
+        raise UserError(
+            f"source={keys.file} holds an iREPA, which normalises latents by their statistics; set "
+            "statistics=<its sdvae-ft-mse-f8d4-latents-stats.pt>."
+        )
+
+
+def read_statistics(file: Path, channels: int) -> list[list[float]]:
+    """Reads mean and std of each channel from LightningDiT's `latents_stats.pt`, or from the file
+    of iREPA, whose names are other ones, and which holds the reciprocal of the std."""
     from encoding.foreign import is_dense, read_content
 
     content = read_content(file, "mean")
+    is_irepa = "latents_scale" in content
     columns = [
-        content[name].flatten().tolist()
-        for name in ("mean", "std")
+        content[name].flatten()
+        for name in (("latents_bias", "latents_scale") if is_irepa else ("mean", "std"))
         if is_dense(content.get(name)) and content[name].numel() == channels
     ]
     if len(columns) != 2:
         raise UserError(f"{file} must hold the tensors mean and std of {channels} channels each.")
-    return columns
+    if is_irepa:
+        columns[1] = 1.0 / columns[1]
+    return [column.tolist() for column in columns]
 
 
 def make_spec(cfg: WeightsConfig, family: Family, published: Published) -> LatentSpec:

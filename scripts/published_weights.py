@@ -1,4 +1,4 @@
-"""Converts published weights of SiT and LightningDiT to weights of our models/denoiser.py.
+"""Converts published weights of SiT, REPA and LightningDiT to weights of our models/denoiser.py.
 
 SiT and LightningDiT are transformers on latents with the condition in the norms (adaLN-Zero),
 trained on x = t·z + (1-t)·ε (z latents, ε noise) with the velocity u = z - ε. In our denoiser noise
@@ -16,8 +16,13 @@ weights so that our denoiser computes v; each step is exact in real numbers:
   the rows for a learned sigma;
 - zeros pad the hidden width of an MLP to a multiple of 32.
 
+REPA and iREPA train a SiT on (1-t)·z + t·ε with ε - z, which is our v: their time and head stay as
+they are. The projectors, by which they compare features with those of an encoder, are left out.
+
 Sources: https://github.com/willisma/SiT (Ma et al. 2024, https://arxiv.org/abs/2401.08740),
-https://github.com/hustvl/LightningDiT (Yao et al. 2025, https://arxiv.org/abs/2501.01423).
+https://github.com/hustvl/LightningDiT (Yao et al. 2025, https://arxiv.org/abs/2501.01423),
+https://github.com/sihyun-yu/REPA (Yu et al. 2024, https://arxiv.org/abs/2410.06940),
+https://github.com/End2End-Diffusion/iREPA (Singh et al. 2025, https://arxiv.org/abs/2512.10794).
 Letters: D width, C channels, P patch size, L tokens, K classes.
 """
 
@@ -60,8 +65,8 @@ class Published(NamedTuple):
 
 
 def read_checkpoint(file: Path, weights: str) -> Keys:
-    """Reads the tensors of a .safetensors or .pt file, without the prefix of data parallelism; a
-    .pt may also hold an `argparse.Namespace`.
+    """Reads the tensors of a .safetensors or .pt file, without the prefixes of data parallelism and
+    torch.compile; a .pt may also hold an `argparse.Namespace` under the name `args`.
 
     From a training checkpoint it takes the tensors under the name `weights`: "ema" (the averaged
     ones) or "model". Raises UserError if a value is no tensor, or if the file is a checkpoint of
@@ -69,7 +74,8 @@ def read_checkpoint(file: Path, weights: str) -> Keys:
     """
     with torch.serialization.safe_globals([argparse.Namespace]):
         content = read_content(file, "its content")
-    for name in (file.name, str(getattr(content.get("args"), "model", ""))):
+    args = getattr(content.get("args"), "__dict__", {})
+    for name in (file.name, str(args.get("model"))):
         if DIT_NAME.search(name):
             raise UserError(
                 f"{file} is a checkpoint of {name[:40]}: DiT predicts the noise on another "
@@ -94,16 +100,21 @@ def read_checkpoint(file: Path, weights: str) -> Keys:
             f"{file}: its tensors share memory, and would be larger than the file; give another "
             "copy."
         )
-    return Keys(file, {name.removeprefix("module."): value for name, value in content.items()})
+    tensors = {
+        name.replace("_orig_mod.", "").removeprefix("module."): value
+        for name, value in content.items()
+    }
+    return Keys(file, tensors, args)
 
 
 class Keys(dict[str, Tensor]):
     """A file's tensors by their published names; `take` removes a tensor, so what remains is not
-    converted yet."""
+    converted yet. `args` are the arguments of the training, empty if the file has none."""
 
-    def __init__(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, file: Path, tensors: Mapping[str, Tensor], args: dict[str, Any]) -> None:
         super().__init__(tensors)
         self.file = file
+        self.args = args
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(
@@ -130,12 +141,15 @@ class Keys(dict[str, Tensor]):
         return torch.cat([self.take(f"{name}.bias", len(weight))[:, None], weight], dim=1)
 
 
-def convert_published(keys: Keys, head_dim: int | None = None) -> Published:
+def convert_published(keys: Keys, head_dim: int | None, is_reversed: bool) -> Published:
     """Converts a published model to our denoiser, and empties `keys`.
 
-    `head_dim` is the width of an attention head (None: `make_node` finds it). Raises UserError
-    if a tensor is missing or unknown, or does not fit the shapes of the others.
+    `head_dim` is the width of an attention head (None: `make_node` finds it). `is_reversed` says
+    that the model's time is 1 for the image. Raises UserError if a tensor is missing or unknown, or
+    does not fit the shapes of the others.
     """
+    for name in [name for name in keys if name.startswith("projectors.")]:
+        del keys[name]
     patches = keys.take("x_embedder.proj.weight", -1, -1, -1, -1)
     dim, channels, patch, width = patches.shape
     positions = keys.take("pos_embed", 1, -1, dim)
@@ -150,7 +164,6 @@ def convert_published(keys: Keys, head_dim: int | None = None) -> Published:
 
     # Collect the layers by our names: vectors, and linear layers as `take_linear` returns them.
     time = keys.take_linear("t_embedder.mlp.0", dim, 2 * FREQUENCIES)
-    time[:, 1:] = reverse_time(time[:, 1:])
     layers = {
         "time_embed.fc1": time,
         "time_embed.fc2": keys.take_linear("t_embedder.mlp.2", dim, dim),
@@ -165,6 +178,9 @@ def convert_published(keys: Keys, head_dim: int | None = None) -> Published:
     modulation += convert_modulations(keys, "final_layer", ("norm_final",), dim)
     layers["modulation"] = torch.cat(modulation)
     layers["head"] = convert_head(keys, dim, channels, patch)
+    if is_reversed:
+        time[:, 1:] = reverse_time(time[:, 1:])
+        layers["head"] = -layers["head"]
 
     converted = {
         "patch_embed.weight": patches.flatten(1),
@@ -309,8 +325,8 @@ def convert_modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int)
 
 
 def convert_head(keys: Keys, dim: int, channels: int, patch: int) -> Tensor:
-    """Converts the head, the model's last linear layer: changes its sign, orders its rows by
-    channel, then row, then column within the patch, and leaves out the rows for a learned sigma."""
+    """Converts the head, the model's last linear layer: orders its rows by channel, then row,
+    then column within the patch, and leaves out the rows for a learned sigma."""
     head = keys.take_linear("final_layer.linear", -1, dim)
     values = patch**2 * channels
     if len(head) not in (values, 2 * values):
@@ -319,4 +335,4 @@ def convert_head(keys: Keys, dim: int, channels: int, patch: int) -> Tensor:
             f"patches of {patch} need {values}, or twice as many with a learned sigma."
         )
     head = head.unflatten(0, (patch, patch, -1))
-    return -head[:, :, :channels].movedim(2, 0).flatten(0, 2)
+    return head[:, :, :channels].movedim(2, 0).flatten(0, 2)

@@ -46,10 +46,12 @@ def test_imported_weights_compute_the_papers_equations(shape, publish):
     times = torch.tensor([0.0, 1e-3, 0.2, 0.5, 0.77, 0.999, 1.0])
     x = torch.randn(len(times), shape.channels, side, side, generator=draw)
     y = torch.arange(len(times)) % (shape.classes + 1)  # the null label too
-    expected = velocity(weights, shape, x, 1.0 - times, y)
+    # the output of REPA's network is ε - z at the time of the noise, which is ours
+    sign, theirs = (1, times) if shape.kind == "repa" else (-1, 1.0 - times)
+    expected = sign * velocity(weights, shape, x, theirs, y)
     assert expected.std() > 0.1
     with torch.no_grad():
-        torch.testing.assert_close(model(x, times, y), -expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model(x, times, y), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_samples_are_those_of_the_published_model(publish):
@@ -73,13 +75,17 @@ def test_samples_are_those_of_the_published_model(publish):
     torch.testing.assert_close(draw(run.forward, 5), x * 2.0 + mean, atol=1e-4, rtol=1e-4)
 
 
-def test_a_training_checkpoint_gives_its_averages(publish, tmp_path):
-    """The averages have the prefix of data parallelism, and the trainer's state beside them."""
-    averages = {f"module.{key}": value for key, value in draw_weights(SHAPE, seed=1).items()}
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
+def test_a_training_checkpoint_gives_its_averages(prefix, publish, tmp_path):
+    """The averages have the prefix of data parallelism or torch.compile, and the trainer's state
+    beside them."""
+    averages = {f"{prefix}{key}": value for key, value in draw_weights(SHAPE, seed=1).items()}
     args = argparse.Namespace(model="SiT-XL/2")
     content = {"model": SIT, "ema": averages, "opt": {}, "args": args, "steps": 7}
     ema, spec = load_pretrained(publish(content), CPU)
-    assert torch.equal(ema.pos_embed, averages["module.pos_embed"])
+    assert torch.equal(ema.pos_embed, averages[f"{prefix}pos_embed"])
     assert spec.mean == [0.0] * 3
     assert spec.std == [1 / 0.18215] * 3
     out = str(tmp_path / "raw.safetensors")
@@ -106,8 +112,10 @@ class Evil:
         ),
         (
             draw_weights(SHAPES["lightningdit"]),
-            "holds a lightningdit, by the names of its tensors; use kind=",
+            "holds a lightningdit, by its tensors and arguments; use kind=",
         ),
+        (draw_weights(SHAPES["repa"]), "holds a repa, by its tensors"),
+        (SIT | {"projectors.9.x": torch.ones(1)}, "holds a repa"),
         (SIT | {f"copy.{i}": SIT["pos_embed"] for i in range(999)}, "its tensors share memory"),
         (
             {name: SIT[name] for name in SIT if name != "blocks.1.attn.proj.bias"},
@@ -141,6 +149,31 @@ def test_a_checkpoint_of_something_else_is_refused(content, sentence, publish, t
         publish(content)
     assert [file.name for file in tmp_path.iterdir()] == ["published.pt"]
     assert "unpickled" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "sentence"),
+    [
+        ("sit", {"enc_type": "dinov2-vit-b", "proj_coeff": 0.5}, "holds a repa, .* use kind=repa"),
+        ("sit", {"prediction": "v"}, "holds a repa"),
+        ("sit", {"path_type": "GVP"}, "trained with GVP and v, and this sampler"),
+        ("repa", {"path_type": "Linear", "prediction": "velocity"}, "holds a sit"),
+        ("repa", {"path_type": "cosine", "prediction": "v"}, "trained with cosine and v"),
+        ("repa", {"projection_layer_type": "conv"}, "holds an iREPA, .* statistics=<its sdvae"),
+    ],
+)
+def test_the_arguments_of_the_training_tell_what_a_checkpoint_is(kind, args, sentence, publish):
+    with expect_refusal(sentence):
+        publish({"ema": SIT, "args": argparse.Namespace(**args)}, kind=kind)
+
+
+def test_where_nothing_tells_repa_from_sit_the_users_word_counts(publish, tmp_path):
+    """As after somebody has removed projectors and arguments."""
+    sit, repa = (
+        load_pretrained(publish(kind=kind, out=str(tmp_path / f"{kind}.safetensors")), CPU)[0]
+        for kind in ("sit", "repa")
+    )
+    assert torch.equal(repa.head.weight, -sit.head.weight)
 
 
 def test_sit_without_an_encoder_has_the_channels_of_stable_diffusion(tmp_path):
