@@ -22,7 +22,15 @@ from common.files import hash_file, read_object
 from common.libraries import silence_libraries
 from models.images import Autoencoder, select_rgb
 
-SUPPORTED_CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+VIDEO_CLASS = "AutoencoderKLQwenImage"
+"""The class that takes and gives videos, (B, C, frames, H, W); an image is one frame."""
+SUPPORTED_CLASSES = (
+    "AutoencoderKL",
+    "AutoencoderTiny",
+    "AutoencoderDC",
+    "AutoencoderKLFlux2",
+    VIDEO_CLASS,
+)
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
@@ -47,8 +55,11 @@ class PixelAutoencoder(Autoencoder):
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny
-    or AutoencoderDC.
+    """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny,
+    AutoencoderDC, AutoencoderKLFlux2 or AutoencoderKLQwenImage.
+
+    Latents are raw: the batch norm of FLUX.2 and `latents_mean` of Qwen-Image, by which their own
+    models normalise, stay out, because a latent set has statistics of its own.
 
     `path` is a local folder or a hub id, the owner/name of a Hugging Face repository; `revision`
     pins a hub id to a commit; messages call the path `key`. It reads weights from safetensors only,
@@ -106,15 +117,32 @@ class DiffusersAutoencoder(Autoencoder):
     def encode(
         self, images: Float[Tensor, "B 3 H W"]
     ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
-        encoded = self.vae.encode(images)[0]  # pyright: ignore[reportCallIssue]
-        # AutoencoderKL encodes to a normal distribution, so return the distribution's mean and std.
-        if self.kind == "AutoencoderKL":
-            return encoded.mean.float(), encoded.std.float()
-        return encoded.float(), None
+        return encode_raw(self.vae, images)
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:
-        return self.vae.decode(latents).sample.float()  # pyright: ignore[reportCallIssue]
+        return decode_raw(self.vae, latents)
+
+
+def add_frame(vae: Any, images: Tensor) -> Tensor:
+    """Adds the axis of frames if `vae`, a model of diffusers, is of `VIDEO_CLASS`."""
+    return images.unsqueeze(2) if type(vae).__name__ == VIDEO_CLASS else images
+
+
+def encode_raw(vae: Any, images: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Encodes images (B, 3, H, W) by `vae`, a model of diffusers; see `Autoencoder.encode`."""
+    encoded = vae.encode(add_frame(vae, images))[0]
+    # These classes encode to a normal distribution, so return the distribution's mean and std,
+    # without the axis of a single frame.
+    if type(vae).__name__.startswith("AutoencoderKL"):
+        return encoded.mean.float().flatten(1, -3), encoded.std.float().flatten(1, -3)
+    return encoded.float(), None
+
+
+def decode_raw(vae: Any, latents: Tensor) -> Tensor:
+    """Decodes raw latents (B, C, h, w) by `vae`, a model of diffusers, to images (B, 3, H, W) in
+    fp32."""
+    return vae.decode(add_frame(vae, latents)).sample.float().flatten(1, -3)
 
 
 def find_folder(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.condition import Condition, EncodedText
 from common.errors import UserError
-from models.autoencoders import add_global_branch
+from models.autoencoders import add_global_branch, decode_raw
 from models.block import Norm
 from models.denoiser import Denoiser
 from models.images import select_rgb, to_uint8
@@ -201,7 +201,7 @@ class FastlatentPipeline(DiffusionPipeline):
         if self.vae is None:
             decoded = select_rgb(drawn)
         else:
-            decoded = self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
+            decoded = decode_raw(self.vae, drawn.to(self.vae.dtype))
 
         images = to_uint8(decoded)
         if output_type == "pil":

@@ -5,14 +5,14 @@ checkpoints. Ma et al. 2024, https://arxiv.org/abs/2401.08740; Yao et al. 2025,
 https://arxiv.org/abs/2501.01423.
 
 REPA trains a SiT on x = (1-t)·z + t·ε with the velocity ε - z: `interpolant` and `model_target` in
-loss.py, `forward` and `projectors` in models/sit.py, args and "0.18215" in train.py of
-sihyun-yu/REPA at 67f71450. iREPA (ldm/ of End2End-Diffusion/iREPA at 99ad4ac2) has the same
-velocity, one `projection_layer` more in the names of its projectors, and in train.py
-(latents - latents_bias) * latents_scale, from a file.
+loss.py, `forward` and `projectors` (which change no velocity) in models/sit.py, args and 0.18215 in
+train.py of sihyun-yu/REPA at 67f71450. In ldm/ of End2End-Diffusion/iREPA at 99ad4ac2, the same
+velocity; its projector is a `projection_layer`, its args have a `projection_layer_type`, and its
+train.py takes (latents - latents_bias) * latents_scale from a file.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -37,30 +37,22 @@ class Shape:
     classes: int = 5
     sigma: bool = False
     qk_norm: bool = False
-    kind: str = "sit"
-    projector: str = "projectors.0"
-    """Name of REPA's projector."""
-    statistics: tuple = ()
-    """Names of mean and std, or of its reciprocal."""
+    repa: bool = False
+    projector: str = ""
+    """Name of REPA's projector, empty if somebody removed it."""
 
     @property
     def hidden(self):
         return int(2 / 3 * 4 * self.dim) if self.lightning else 4 * self.dim
 
 
-LIGHTNING = Shape(lightning=True, kind="lightningdit", statistics=("mean", "std"))
 SHAPES = {
     "sit": Shape(lightning=False),
     "sit with sigma": Shape(lightning=False, sigma=True),
-    "repa": Shape(lightning=False, kind="repa"),
-    "irepa": Shape(
-        lightning=False,
-        kind="repa",
-        projector="projectors.0.projection_layer",
-        statistics=("latents_bias", "latents_scale"),
-    ),
-    "lightningdit": LIGHTNING,
-    "lightningdit with qk-norm": replace(LIGHTNING, qk_norm=True, patch=1, channels=4, dim=40),
+    "repa": Shape(lightning=False, repa=True, projector="projectors.0.0"),
+    "repa without a projector": Shape(lightning=False, repa=True),
+    "lightningdit": Shape(lightning=True),
+    "lightningdit with qk-norm": Shape(lightning=True, qk_norm=True, patch=1, channels=4, dim=40),
 }
 
 
@@ -99,8 +91,8 @@ def draw_weights(shape, seed=0):
         if shape.qk_norm:
             sizes |= {f"{block}.attn.{part}_norm.weight": (D // shape.heads,) for part in "qk"}
 
-    if shape.kind == "repa":
-        linears |= {f"{shape.projector}.{i}": (D, D) for i in (0, 2, 4)}
+    if shape.projector:
+        linears[shape.projector] = (7, D)
     for name, size in linears.items():
         sizes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
     if shape.lightning:
@@ -194,20 +186,19 @@ def velocity(w, shape, x, t, y):
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), shape.channels, rows * P, rows * P)
 
 
-def import_published(folder, content, encoder, shape, **changes):
+def import_published(folder, content, vae, shape, **changes):
     """Saves a checkpoint and imports it; returns the imported file."""
     torch.save(content, folder / "published.pt")
     settings = {
-        "kind": shape.kind,
-        "encoder": str(encoder),
+        "kind": "lightningdit" if shape.lightning else "repa" if shape.repa else "sit",
+        "encoder": str(vae),
         "head_dim": shape.dim // shape.heads,
         "source": str(folder / "published.pt"),
         "out": str(folder / "ours.safetensors"),
     }
-    if shape.statistics:
+    if shape.lightning:
         mean = torch.arange(shape.channels).view(1, -1, 1, 1) / 4
-        std = torch.full(mean.shape, 0.5 if "latents_scale" in shape.statistics else 2.0)
-        stats = dict(zip(shape.statistics, (mean, std), strict=True))
+        stats = {"mean": mean, "std": torch.full(mean.shape, 2.0)}
         torch.save(stats, folder / "latents_stats.pt")
         settings["statistics"] = str(folder / "latents_stats.pt")
     return import_weights(WeightsConfig(**settings | changes))

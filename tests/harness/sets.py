@@ -20,15 +20,20 @@ from data.manifest import Manifest
 from encoding.shards import ShardWriter
 from models.autoencoders import add_global_branch
 
+BLOCKS = {
+    "block_out_channels": (8, 8),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "norm_num_groups": 2,
+}
 TINY = {
-    "AutoencoderKL": {
-        "block_out_channels": (8, 8),
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-        "norm_num_groups": 2,
-        "latent_channels": 2,
-        "scaling_factor": 0.5,
-        "shift_factor": 0.25,
+    "AutoencoderKL": {**BLOCKS, "latent_channels": 2, "scaling_factor": 0.5, "shift_factor": 0.25},
+    "AutoencoderKLFlux2": {**BLOCKS, "latent_channels": 4},
+    "AutoencoderKLQwenImage": {
+        "base_dim": 8,
+        "z_dim": 4,
+        "dim_mult": [1, 1],
+        "temperal_downsample": [False],
     },
     "AutoencoderTiny": {
         "encoder_block_out_channels": (8, 8),

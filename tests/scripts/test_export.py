@@ -159,10 +159,12 @@ HYBRID = """model=hybrid_xs model.internal_block=1 model.attention_every=2 runti
 batch_size=4 data=synthetic data.channels=4 data.height=8 data.width=8 data.num_classes=3"""
 
 
-def test_stock_diffusers_draws_the_same_images(tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["taef2", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"])
+def test_stock_diffusers_draws_the_same_images(kind, tmp_path, capsys):
     """A process without our packages opens the folder with its autoencoder, without a warning, and
     only with trust_remote_code."""
-    vae = save_tiny_taef2(tmp_path / "vae")
+    vae = tmp_path / "vae"
+    save_tiny_taef2(vae) if kind == "taef2" else save_tiny_autoencoder(kind, vae)
     training = assemble(compose([*HYBRID.split(), *TINY_MODEL]).cfg, CPU)
     spec = dataclasses.replace(
         training.loader.spec,
