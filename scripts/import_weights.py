@@ -187,11 +187,11 @@ def check_checkpoint(keys: Keys, cfg: WeightsConfig) -> None:
             f"source={keys.file} holds a {held}, by its tensors and arguments; use kind={held}."
         )
 
-    words = [str(keys.args.get(name, "v")) for name in ("path_type", "prediction")]
-    if {word.lower() for word in words} - {"linear", "v", "velocity"}:
+    flow = f"{keys.args.get('path_type', 'linear')} {keys.args.get('prediction', 'v')}".lower()
+    if flow not in ("linear v", "linear velocity"):
         raise UserError(
-            f"source={keys.file} was trained with {' and '.join(words)}, and this sampler knows "
-            "linear paths and velocities; give another checkpoint."
+            f"source={keys.file} was trained with path_type and prediction {flow}, and this "
+            "sampler knows linear paths and velocities; give another checkpoint."
         )
     if cfg.statistics is None and "projection_layer" in names:
         raise UserError(

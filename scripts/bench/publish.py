@@ -19,12 +19,16 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from jinja2 import Environment, FileSystemLoader
 
 from accel.stack import TECHNIQUES
+from common.config.compose import compose
 from common.environment import read_git_state
 from common.errors import UserError
 from common.files import ROOT, write_atomically
+from common.libraries import silence_libraries
+from models.autoencoders import encode_raw
 from scripts.bench import FOLDER, TABLES, Figures, Words
 from scripts.bench.cases import hash_code, plan_job
 from scripts.bench.floor import describe_floor
@@ -32,6 +36,8 @@ from scripts.bench.rows import Result, add_remarks, find_fields, format_entries,
 from scripts.commands import format_rows, replace_between
 from scripts.doctor import compare_cards
 from scripts.timing import judge_ratio
+from training.inputs import foresee_latents
+from training.weights.pretrained import build_on_meta
 
 DOCS = ROOT / "docs" / "benchmarks"
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
@@ -179,8 +185,37 @@ def make_tables(pages: Sequence[Page]) -> dict[str, str]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
     facts = {"of": find_pages, "pages": newest, "tables": TABLES, "kinds": TECHNIQUES}
-    facts |= {"hardware": compare_cards(TABLES["cards"]), "judge": judge_ratio}
+    facts |= {
+        "hardware": compare_cards(TABLES["cards"]),
+        "encoders": compare_encoders(),
+        "judge": judge_ratio,
+    }
     return {name: TEMPLATE.render(part=name, **facts) for name in PLACES}
+
+
+@cache
+@silence_libraries()
+def compare_encoders() -> list:
+    """Describes the latents that each encoder of `encoders` in pages.yaml makes of an image of 256
+    pixels: (name, channels, side, patch size with which one would train, whether there is a
+    posterior, FLOPs of dit_b's forward pass)."""
+    import diffusers
+
+    rows = []
+    for name, (kind, sizes) in TABLES["encoders"].items():
+        with torch.device("meta"):
+            vae = getattr(diffusers, kind)(**sizes)
+            mean, std = encode_raw(vae, torch.empty(1, 3, 256, 256))
+        _, channels, side, _ = mean.shape
+        patch = max(1, side // 16)
+        words = (
+            f"data=synthetic data.channels={channels} data.height={side} data.width={side} "
+            f"model=dit_b model.patch_size={patch}"
+        )
+        cfg = compose(words.split()).cfg
+        model = build_on_meta(cfg.model, foresee_latents(cfg, 0.0)[0])
+        rows.append((name, channels, side, patch, std is not None, model.flops_per_sample()))
+    return rows
 
 
 def publish(words: Words, root: Path = ROOT) -> None:

@@ -38,8 +38,6 @@ class Shape:
     sigma: bool = False
     qk_norm: bool = False
     repa: bool = False
-    projector: str = ""
-    """Name of REPA's projector, empty if somebody removed it."""
 
     @property
     def hidden(self):
@@ -49,8 +47,7 @@ class Shape:
 SHAPES = {
     "sit": Shape(lightning=False),
     "sit with sigma": Shape(lightning=False, sigma=True),
-    "repa": Shape(lightning=False, repa=True, projector="projectors.0.0"),
-    "repa without a projector": Shape(lightning=False, repa=True),
+    "repa": Shape(lightning=False, repa=True),
     "lightningdit": Shape(lightning=True),
     "lightningdit with qk-norm": Shape(lightning=True, qk_norm=True, patch=1, channels=4, dim=40),
 }
@@ -91,8 +88,8 @@ def draw_weights(shape, seed=0):
         if shape.qk_norm:
             sizes |= {f"{block}.attn.{part}_norm.weight": (D // shape.heads,) for part in "qk"}
 
-    if shape.projector:
-        linears[shape.projector] = (7, D)
+    if shape.repa:
+        linears["projectors.0.0"] = (7, D)
     for name, size in linears.items():
         sizes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
     if shape.lightning:

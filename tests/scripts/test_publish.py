@@ -93,6 +93,8 @@ def test_the_tables_are_those_of_the_pages(tmp_path):
     publish.publish([], tmp_path)
     assert read_all(tmp_path) == before, "run python -m scripts.bench publish"
     assert b"docs/benchmarks/cpu.md#ladder-33m" in before[tmp_path / "README.md"]
+    files = (ROOT / "conf/encoder").iterdir()
+    assert {file.stem for file in files} == {"local", *TABLES["encoders"]}
 
 
 def test_a_result_replaces_not_measured_where_it_exists_and_twice_is_as_once(
@@ -316,11 +318,7 @@ def test_what_the_guides_page_counts_by_hand_is_so():
     dit = publish.read_page(ROOT / "docs/benchmarks/h100/mixers_b256.json").entries[0]
     assert f"beside {dit['flops_a_sample'] / 1e9:.0f} of training" in counted
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        encoder = AutoencoderKL(
-            down_block_types=["DownEncoderBlock2D"] * 4,
-            block_out_channels=[128, 256, 512, 512],
-            layers_per_block=2,
-        ).encoder
+        encoder = AutoencoderKL(**TABLES["encoders"]["sd"][1], layers_per_block=2).encoder
         encoder(torch.zeros(1, 3, 256, 256))
     assert f"{counter.get_total_flops() / 1e9:.0f} GFLOP" in counted
     assert f"{4 * sum(p.numel() for p in encoder.parameters()) / 1e6:.0f} MB" in counted
