@@ -58,7 +58,7 @@ class DecodedImages(Dataset):
         if not content:
             return digest, f"{entry.key}: empty"
         try:
-            return digest, self.decode(content)
+            return digest, self.decode(content, key=entry.key)
         except MemoryError:
             return digest, OSError(
                 f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels"

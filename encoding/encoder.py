@@ -26,7 +26,7 @@ from common.output import Progress
 from common.text import format_bytes
 from encoding.caption_job import CaptionJob
 from encoding.decoding import BATCHES_AHEAD, Decoded, DecodedImages, make_decoding_loader
-from encoding.images import ImageEntry, ImageList
+from encoding.images import ImageEntry, ImageList, has_other_profile
 from encoding.job import NumberedImage, Plan
 from encoding.reuse import EarlierSet
 from encoding.shards import (
@@ -66,9 +66,14 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
 
 def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
     """Makes a data set that decodes the images of `entries`; `cfg` sets their resolution, the
-    background of transparent pixels, and the limit in megapixels."""
+    background of transparent pixels, the limit in megapixels, and what becomes of colour
+    profiles."""
     return DecodedImages(
-        entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
+        entries,
+        cfg.resolution,
+        background=cfg.background,
+        max_megapixels=cfg.max_megapixels,
+        convert_profile=cfg.convert_profile,
     )
 
 
@@ -256,7 +261,7 @@ class ShardEncoder:
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     """Returns the text that dry_run=true prints: the number of images of the job, the GiB that it
     will take, and the minutes that this part of it will take, estimated by encoding the first three
-    batches of the job."""
+    batches of the job; and how many of their images have another colour profile than sRGB."""
     cfg = encoder.cfg
     first = plan.images[: 3 * cfg.batch_size]
     with encoder.time_part("decode"):
@@ -280,6 +285,11 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     each = f" for each of {plan.part.count} parts" if plan.part != WHOLE else ""
     out = encoder.out.absolute()
     folder = next(parent for parent in (out, *out.parents) if parent.exists())
+    others = sum(has_other_profile(entry) for _, entry in first)
+    profiles = (
+        f"\n  {others} of the first {len(first)} images have another colour profile than sRGB: "
+        f"they are {'converted' if cfg.convert_profile else 'read as sRGB'}"
+    )
     return (
         f"dry run, nothing is written: {len(plan.images)} of {len(images.entries)} images, "
         f"{plan.held_out} of them held out, in {len(plan.shards)} shards\n"
@@ -289,4 +299,5 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
         f"decoding {1e3 * reading * processes:.1f} ms an image in each of {processes} processes, "
         f"encoding {1e3 * encoding:.1f} ms "
         f"({'decoding' if reading > encoding else 'encoding'} is slower; from {count} images)"
+        f"{profiles * bool(others)}"
     )

@@ -14,7 +14,7 @@ import re
 import textwrap
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
+from PIL import Image, ImageChops, ImageCms, ImageFile, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
 from common.config.schema import PrecomputeConfig
@@ -55,7 +55,16 @@ OPTIONAL_CODECS = {
 }
 """Codecs that a build of Pillow may lack: format -> the name under which `PIL.features.check` knows
 its codec."""
+PLUGINS = dict.fromkeys(
+    (".heic", ".heif", ".hif"), ("pillow_heif.HeifImagePlugin", "pillow-heif")
+) | {".jxl": ("pillow_jxl", "pillow-jxl-plugin")}
+"""Each extension of a format that Pillow reads only with another package -> the module that adds
+the format to Pillow when it is imported, and the package's name."""
+Conversion = ImageCms.ImageCmsTransform | None
+"""How Pillow converts the colours of an image to sRGB; None: their values are read as sRGB."""
 RESIZE = "box-halving, bicubic, center crop"
+CONVERTED = "; colour profiles converted to sRGB"
+"""What `resize` of a manifest or a reference adds to `RESIZE` if images were so converted."""
 MAX_NAMES_SHOWN = 20
 """Largest number of names, or of kinds of unused files, that a message lists; if there are more,
 the message states only how many."""
@@ -160,9 +169,8 @@ def join_few(names: list[str]) -> str:
 
 
 def is_image(extension: str) -> bool:
-    """Tells whether a file with this extension, in lower case, is read as an image: its format is
-    in `FORMATS`, and the installed Pillow has the codec."""
-    return extension in EXTENSIONS and not find_missing_codec(extension)
+    """Tells whether a file with this extension, in lower case, is read as an image."""
+    return find_obstacle(extension) is None
 
 
 def describe_kind(name: str) -> str:
@@ -171,14 +179,11 @@ def describe_kind(name: str) -> str:
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if not suffixes:
         return "without extension"
-    if suffixes[-1] not in EXTENSIONS:
-        return "".join(suffixes[-2:]) if suffixes[-2:-1] == [".tar"] else suffixes[-1]
-    codec = find_missing_codec(suffixes[-1])
-    if codec:
-        return f"{suffixes[-1]} (this Pillow has no {codec})"
+    if suffixes[-2:-1] == [".tar"]:
+        return "".join(suffixes[-2:])
     # In a WebDataset tar the extension begins at the first dot: `x.seg.png` has the extension
     # `.seg.png`, so it is not used as the image of the sample x.
-    return "images with two dots in their names"
+    return find_obstacle(suffixes[-1]) or "images with two dots in their names"
 
 
 def escape_name(name: str) -> str:
@@ -189,12 +194,22 @@ def escape_name(name: str) -> str:
     )
 
 
-@functools.cache
-def find_missing_codec(extension: str) -> str | None:
-    """Returns the format of images with this extension if the installed Pillow cannot read it, or
-    None if it can."""
-    name = EXTENSIONS[extension]
-    return name if name in OPTIONAL_CODECS and not features.check(OPTIONAL_CODECS[name]) else None
+@functools.lru_cache
+def find_obstacle(extension: str) -> str | None:
+    """Returns None if files with this extension are read as images: their format is in `FORMATS`,
+    and the installed Pillow has the codec; or a package of `PLUGINS` reads them, which this
+    function imports. Otherwise returns the extension, with what is missing to read such images."""
+    if extension in PLUGINS:
+        module, package = PLUGINS[extension]
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return f"{extension} (pip install {package})"
+        return None
+    name = EXTENSIONS.get(extension)
+    if name in OPTIONAL_CODECS and not features.check(OPTIONAL_CODECS[name]):
+        return f"{extension} (this Pillow has no {name})"
+    return None if name else extension
 
 
 class UnusableError(ValueError):
@@ -260,33 +275,92 @@ def read_with_retries(entry: ImageEntry) -> bytes:
     return read_image(entry)
 
 
+def open_image(content: bytes, key: str) -> ImageFile.ImageFile:
+    """Opens an image of `FORMATS`, or of the format of its extension if `PLUGINS` has that, without
+    decoding it. `key` is the image's name."""
+    # Switch off Pillow's own limit, which may be lower than max_megapixels.
+    Image.MAX_IMAGE_PIXELS = None
+    formats = list(FORMATS)
+    extension = PurePosixPath(key).suffix.lower()
+    if extension in PLUGINS:
+        find_obstacle(extension)  # imports the package: a spawned worker has listed no images
+        formats.append(Image.EXTENSION[extension])
+    return Image.open(io.BytesIO(content), formats=formats)
+
+
+@functools.lru_cache
+def build_conversion(profile: bytes, mode: str) -> Conversion:
+    """Builds the conversion of colours of this mode from an ICC profile to sRGB; None if that is
+    the profile of sRGB, under any name. Raises PyCMSError for one that is broken or for other
+    modes."""
+    conversion = ImageCms.buildTransform(
+        io.BytesIO(profile),
+        ImageCms.createProfile("sRGB"),
+        mode,
+        "RGB",
+        # It keeps white, and the colours that sRGB has too. For a profile of three primaries, such
+        # as those of cameras and screens, any other intent does the same.
+        ImageCms.Intent.RELATIVE_COLORIMETRIC,
+    )
+
+    # The profile of sRGB changes none of 256 arbitrary colours by more than rounding does.
+    values = hashlib.shake_128().digest(256 * Image.getmodebands(mode))
+    colours = Image.frombytes(mode, (256, 1), values)
+    change = ImageChops.difference(conversion.apply(colours), colours.convert("RGB"))
+    return conversion if np.asarray(change).max() > 1 else None
+
+
+def find_conversion(image: Image.Image) -> Conversion:
+    """Returns the conversion by the colour profile that an opened image embeds. Returns None if its
+    colours are read as sRGB: it has no profile, or one with which `build_conversion` converts
+    nothing."""
+    mode = Image.getmodebase(image.mode).replace("P", "RGB")
+    if image.mode in ("CMYK", "LAB"):
+        mode = image.mode
+    # A tag of a TIFF may hold something else than bytes.
+    with suppress(KeyError, TypeError, ImageCms.PyCMSError):
+        return build_conversion(image.info["icc_profile"], mode)
+    return None
+
+
+def has_other_profile(entry: ImageEntry) -> bool:
+    """Tells whether an image has another colour profile than sRGB, by which `decode_image` converts
+    it; false if it cannot be read."""
+    with suppress(Exception), open_image(read_with_retries(entry), entry.key) as image:
+        return find_conversion(image) is not None
+    return False
+
+
 def decode_image(
     content: bytes,
     side: int,
     background: str = PrecomputeConfig.background,
     max_megapixels: float = PrecomputeConfig.max_megapixels,
+    convert_profile: bool = PrecomputeConfig.convert_profile,
+    key: str = "",
 ) -> UInt8[Tensor, "3 S S"]:
-    """Decodes an image, turns it upright by its EXIF data, lays transparent pixels on `background`,
-    resizes the shorter side to `side` pixels and crops the centre.
+    """Decodes an image, whose name is `key`, turns it upright by its EXIF data, converts it to sRGB
+    by its colour profile (unless `convert_profile` is false), lays transparent pixels on
+    `background`, resizes the shorter side to `side` pixels and crops the centre.
 
     A box filter halves the image while its shorter side is at least 2·`side`, then a bicubic filter
     resizes it: the crop of ADM (Dhariwal & Nichol 2021), with which DiT and its successors made
     their latents. Raises UnusableError for an image of more than `max_megapixels`, before anything
-    is decoded, and for one so narrow that it would be as large before the crop.
+    is decoded (but the package for JXL decodes when it opens a file), and for one so narrow that it
+    would be as large before the crop.
     """
-    # Switch off Pillow's own limit, which may be lower than max_megapixels.
-    Image.MAX_IMAGE_PIXELS = None
-    with Image.open(io.BytesIO(content), formats=list(FORMATS)) as image:
+    with open_image(content, key) as image:
         if image.width * image.height > 1e6 * max_megapixels:
             raise UnusableError(
                 f"{image.width}×{image.height} pixels are above max_megapixels={max_megapixels:g}"
             )
+        conversion = find_conversion(image) if convert_profile else None
         mend_colour_key(image)
         # libtiff prints up to hundreds of lines about a damaged file.
         with silence_stderr() if image.format == "TIFF" else nullcontext():
             image.load()
         ImageOps.exif_transpose(image, in_place=True)
-        image = convert_to_rgb(image, background)
+        image = convert_to_rgb(image, background, conversion)
 
     while min(image.size) >= 2 * side:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -313,8 +387,9 @@ def mend_colour_key(image: ImageFile.ImageFile) -> None:
         image.info["transparency"] = key * (85 if raw == "L;2" else 17)
 
 
-def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
-    """Converts the image to mode RGB, with transparent pixels composited on `background`.
+def convert_to_rgb(image: Image.Image, background: str, conversion: Conversion) -> Image.Image:
+    """Converts the image to mode RGB, its colours by `conversion` if there is one, with transparent
+    pixels composited on `background`.
 
     Raises UnusableError for 32-bit or floating-point grey, since no file states its range.
     """
@@ -330,12 +405,17 @@ def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
         raise UnusableError(
             f"grey of mode {image.mode} has no known range; save it with 8 or 16 bits"
         )
-    if image.has_transparency_data:
-        canvas = Image.new("RGB", image.size, background)
+    transparent = image.has_transparency_data
+    if transparent:
         image = image.convert("RGBA")
-        canvas.paste(image, mask=image)
-        return canvas
-    return image.convert("RGB")
+    colours = image.convert(conversion.input_mode if conversion else "RGB")
+    if conversion:
+        colours = conversion.apply(colours)
+    if not transparent:
+        return colours
+    canvas = Image.new("RGB", image.size, background)
+    canvas.paste(colours, mask=image)
+    return canvas
 
 
 def describe_error(error: Exception) -> str:

@@ -44,7 +44,7 @@ from data.manifest import Manifest, Shard
 from data.spec import TextSpec
 from encoding.caption_job import CaptionJob
 from encoding.decoding import list_others
-from encoding.images import RESIZE, ImageEntry, ImageList, join_few
+from encoding.images import CONVERTED, RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
 from models.autoencoders import locate_encoder
 from models.images import Autoencoder
@@ -55,8 +55,8 @@ NOT_COMPARED = {"parts", "images", "shards", "manifest", "captions"}
 shards, and those fields of the manifest that are known before any shard is encoded; and the place
 of the captions, whose content is compared."""
 SETTINGS = (
-    "resolution background max_megapixels flips held_out limit seed same_bytes batch_size "
-    "shard_size block_size classes kind dtype"
+    "resolution background max_megapixels convert_profile flips held_out limit seed same_bytes "
+    "batch_size shard_size block_size classes kind dtype"
 )
 """Keys of the configuration that determine the content of the shards."""
 MANIFEST_SETTINGS = "resolution flips kind dtype seed precision source_sha256"
@@ -152,7 +152,7 @@ def describe_job(
         "height": shape[1],
         "width": shape[2],
         "class_names": images.class_names,
-        "resize": RESIZE,
+        "resize": RESIZE + CONVERTED * cfg.convert_profile,
         "psnr_db": psnr_db,
         "source": str(cfg.source),
         "text": captions and asdict(captions.spec),

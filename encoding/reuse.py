@@ -27,7 +27,9 @@ from encoding.decoding import Decoded
 from encoding.job import read_job
 from encoding.shards import read_finished
 
-SETTINGS = "resolution background max_megapixels flips kind dtype precision encoder_sha256"
+SETTINGS = (
+    "resolution background max_megapixels convert_profile flips kind dtype precision encoder_sha256"
+)
 """Keys of job.json on which the latents of an image depend; with kind=sample an image also keeps
 the draw of its first job."""
 
@@ -52,7 +54,11 @@ class EarlierSet:
 
     def refuse_others(self, settings: Mapping[str, Any]) -> None:
         keys = settings.keys() & set(SETTINGS.split())
-        refuse_changes(f"reuse={self.folder}", self.job, settings, keys, "leave reuse out")
+        # Jobs that began before this key did not convert.
+        earlier = {"convert_profile": False} | self.job
+        refuse_changes(
+            f"reuse={self.folder}", earlier, settings, keys, "leave reuse out, or set what it was"
+        )
 
     def open_captions(self, settings: Mapping[str, Any]) -> CaptionTable | None:
         """Opens the captions of the set; None if it has none with these settings of tokens."""

@@ -51,10 +51,13 @@ def list_job_images(
 ) -> tuple[ImageList, PrecomputeConfig]:
     """Lists the images of a job, with captions if it has a text encoder. `earlier` is job.json, or
     empty if the job is new: a job keeps the order of its classes and its rules for captions, and
-    one that began before they were keys keeps `EARLIER_CAPTIONS`. Also returns `cfg` with these
-    rules."""
+    one that began before they were keys keeps `EARLIER_CAPTIONS`. A job that began without the
+    conversion of colour profiles, as all did before that was a key, goes on without. Also returns
+    `cfg` with these rules."""
     if earlier:
         rules = {k: vars(cfg)[k] or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
+        if not earlier.get("convert_profile"):
+            rules["convert_profile"] = False
         cfg = replace(cfg, **rules)
     given = bool(cfg.text_encoder) and cfg.captions == "given"
 
@@ -67,6 +70,8 @@ def list_job_images(
         return images
 
     images = list_source(str(cfg.source), earlier.get("manifest", {}).get("class_names", ()))
+    if earlier and not cfg.convert_profile:
+        images.notes.append("the job goes on as it began: colour profiles are not converted")
     if not isinstance(cfg.held_out, str):
         return images, cfg
 

@@ -13,7 +13,15 @@ from typing import Any, BinaryIO
 
 from common.errors import UserError
 from encoding.caption_files import CaptionReader, tidy
-from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name, is_image
+from encoding.images import (
+    EXTENSIONS,
+    ImageEntry,
+    ImageList,
+    Unused,
+    describe_kind,
+    escape_name,
+    is_image,
+)
 
 BLOCK_BYTES = tarfile.BLOCKSIZE
 MAX_LABEL_BYTES = 64
@@ -98,7 +106,11 @@ def make_entry(
     """Returns the image of a sample, or None if the sample has no image; `labelled` says whether it
     must have a label. Raises UserError if the sample has two images, or if it has no label and
     must have one."""
-    images = [member for extension, member in sample.items() if is_image(extension)]
+    images = [
+        member
+        for extension, member in sample.items()
+        if extension in EXTENSIONS and is_image(extension)
+    ]
     if len(images) > 1:
         raise UserError(
             f"{file}: {escape_name(key)} has {len(images)} images; give each a key of its own."

@@ -32,7 +32,7 @@ from common.text import replace_non_finite
 from data.order import draw_permutation
 from data.spec import LatentSpec
 from encoding.decoding import DecodedImages, make_decoding_loader
-from encoding.images import RESIZE, read_with_retries
+from encoding.images import CONVERTED, RESIZE, has_other_profile, read_with_retries
 from encoding.sources import list_images
 from evaluation.distances import (
     FIRST_SAMPLES,
@@ -91,6 +91,7 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     digest = hashlib.sha256()
     for entry in entries:
         digest.update(hashlib.sha256(read_with_retries(entry)).digest())
+    converted = any(map(has_other_profile, entries))
 
     def read_batches(wanted: range) -> Images:
         dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
@@ -106,7 +107,7 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     facts = {
         "kind": "images",
         "sha256": digest.hexdigest(),
-        "resize": f"{RESIZE}, {side}",
+        "resize": f"{RESIZE}, {side}{CONVERTED * converted}",
         "count": len(entries),
     }
     return ReferenceImages(facts, lambda ranges: map(read_batches, ranges))

@@ -474,6 +474,9 @@ class PrecomputeConfig:
     max_megapixels: Above0 = 80.0
     """Largest size of an image, in megapixels; the job skips larger images; to decode an image, a
     worker needs 7 to 20 bytes of memory per pixel."""
+    convert_profile: bool = True
+    """Convert the colours of images with an ICC profile to sRGB; `false`: read the colours of all
+    images as sRGB, as jobs did that began before this key."""
     kind: LatentKind = LatentKind.mean_std
     """What is stored of the encoder's posterior; mean_std: mean and std, from which training draws
     a sample in each step; sample: one sample."""

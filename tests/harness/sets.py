@@ -17,7 +17,8 @@ from accel.saved_tensors import count_saved
 from common.condition import Condition
 from data.loader import Batch
 from data.manifest import Manifest
-from encoding.shards import ShardWriter
+from encoding.job import JOB_FILE, read_job
+from encoding.shards import ShardWriter, hash_content
 from models.autoencoders import add_global_branch
 
 BLOCKS = {
@@ -227,6 +228,13 @@ def read_contents(folder):
     """The files of a folder but its lock, by name."""
     files = [file for file in sorted(folder.iterdir()) if file.name != ".lock"]
     return {file.name: file.read_bytes() for file in files}
+
+
+def forget_keys(out, *keys):
+    """Makes job.json as an earlier version wrote it, and the set unfinished."""
+    (out / "manifest.json").unlink()
+    content = {key: value for key, value in read_job(out).items() if key not in keys}
+    (out / JOB_FILE).write_text(json.dumps(content | {"sha256": hash_content(content)}))
 
 
 def flip_byte(file, place=-1):

@@ -8,13 +8,12 @@ import pytest
 from common.config.schema import CaptionLines, CaptionsMissing
 from data.manifest import read_manifest
 from encoding.caption_files import CaptionReader, add_captions, settle_missing
-from encoding.job import JOB_FILE, read_job
-from encoding.shards import hash_content
+from encoding.job import JOB_FILE
 from encoding.sources import list_images
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.captions import save_bert, save_text
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import PNG, read_contents, save_files, save_images
+from tests.harness.sets import PNG, forget_keys, read_contents, save_files, save_images
 from training.drawing import read_prompts
 
 TEXT_JOB = ["text_encoder=wordllama", "classes=none"]
@@ -204,13 +203,6 @@ def test_a_job_says_which_images_it_leaves_out(captioned, job, capsys):
     manifest = read_manifest(out)
     assert manifest.count + manifest.held_out == 10
     assert not verify(VerifyConfig(path=str(out)))
-
-
-def forget_keys(out, *keys):
-    """Makes job.json as an earlier version wrote it, and the set unfinished."""
-    (out / "manifest.json").unlink()
-    content = {key: value for key, value in read_job(out).items() if key not in keys}
-    (out / JOB_FILE).write_text(json.dumps(content | {"sha256": hash_content(content)}))
 
 
 def test_an_unfinished_job_without_the_keys_goes_on_as_it_was(captioned, job, capsys):
