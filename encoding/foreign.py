@@ -4,7 +4,7 @@ A reader takes the files of a source and yields its parts, pairs of the number o
 and an iterator over them; so the samples are counted without reading any. A file of columns has
 the samples of a part as rows of its tensors; a listed file has one sample; a tar has one part.
 
-This module unpickles no Python objects: it reads `.npy` without objects, `.pt` with
+This module unpickles no Python objects: it reads `.npy` and `.npz` without objects, `.pt` with
 `weights_only=True`, safetensors, and labels in `.cls` or `.json`. It raises a UserError if labels
 and latents do not pair one to one; encoding/foreign_values.py then checks each sample's values.
 """
@@ -100,13 +100,19 @@ def translate_errors(source: Path | str) -> Iterator[None]:
 
 
 def read_plain(file: Path) -> Any:
-    """Reads a .npy file without objects, a .safetensors file, or a .pt file that holds tensors, or
-    dicts or lists of tensors, with `weights_only=True`. Raises UserError if the file holds any
-    other object. Large arrays stay on disk until they are used."""
+    """Reads a .npy or .npz file without objects, a .safetensors file, or a .pt file that holds
+    tensors, or dicts or lists of tensors, with `weights_only=True`. Raises UserError if the file
+    holds any other object. Large arrays stay on disk until they are used, but for .npz."""
     with translate_errors(file):
-        if file.suffix == ".npy":
+        if file.suffix in (".npy", ".npz"):
             # Copy on write, because PyTorch warns about read-only arrays.
-            return np.lib.format.open_memmap(file, mode="c")
+            content = np.load(file, mmap_mode="c", allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                return content
+            # A compressed array may be a thousand times as large as its file.
+            if any(member.compress_type for member in content.zip.infolist()):
+                raise ValueError("its arrays are compressed, write them by numpy.savez")
+            return dict(content)
         if file.suffix == ".safetensors":
             return load_file(file)
         return torch.load(
@@ -136,6 +142,13 @@ def open_columns(file: Path, options: ForeignOptions) -> dict[str, Any]:
     which are imported, each an array with one row per sample. Raises UserError if one is missing,
     is no array, or has another length than the others."""
     content = read_content(file, options.latents_key)
+    # If a file has tensors of one size, name them also without it: latents_1x32x32_bfloat16 becomes
+    # latents, and latents_flipped_32x32 latents_flip.
+    named = {
+        re.sub(r"(?<=flip)ped|_\d+x\d+.*", "", str(key)): value for key, value in content.items()
+    }
+    if len(named) == len(content):
+        content = named | content
     if options.labels is not None:
         other = read_content(Path(options.labels).expanduser(), options.labels_key)
         content |= {key: value for key, value in other.items() if key == options.labels_key}
@@ -178,6 +191,12 @@ def read_columns(files: list[Path], options: ForeignOptions) -> Parts:
             for i in range(count)
         )
         yield count, rows
+
+
+def read_caches(files: list[Path], options: ForeignOptions) -> Parts:
+    """Reads files with the tensors of one sample each, as sd-scripts and musubi-tuner write them
+    beside images. They have no labels."""
+    yield len(files), ((str(file), open_columns(file, options)) for file in files)
 
 
 def read_files(labels: Mapping[Path, Any]) -> Parts:
@@ -311,7 +330,7 @@ def read_member(
         content = stream.read(member.size)
         extension = Path(member.name.lower()).suffix
         if extension == ".npy":
-            return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+            return np.load(io.BytesIO(content), allow_pickle=False)
         if extension == ".cls":
             text = content.decode().strip()
             return int(text) if text.isdecimal() else text
@@ -327,9 +346,18 @@ def read_member(
 
 LISTED = Format("a folder with dataset.json", r"/dataset\.json", read_listed_files)
 FORMATS = (
-    Format("a .npy or .pt file", r"[^/].*\.(npy|pt|pth)", read_columns),
+    Format("a .npy, .npz or .pt file", r"[^/].*\.(npy|npz|pt|pth)", read_columns),
     Format("a folder with latents.npy and labels.npy", r"/latents\.npy", read_columns),
-    Format("safetensors files", r".*\.safetensors", read_columns),
+    Format(
+        "safetensors files",
+        r"(?!/.*(_\d+x\d+_[a-z0-9]+|_te)\.safetensors).*\.safetensors",
+        read_columns,
+    ),
+    Format(
+        "files of sd-scripts or musubi-tuner",
+        r"/(?!.*_te(_outputs)?\.npz).*\.npz|/.*_\d+x\d+_[a-z0-9]+\.safetensors",
+        read_caches,
+    ),
     Format("WebDataset tars with one key per sample", r".*\.tar", read_tars),
     LISTED,
     Format("a folder with *_features and *_labels", r"/.*_(features|labels)", read_feature_folders),

@@ -83,10 +83,13 @@ def convert_latents(values: Any, where: str) -> Tensor:
             f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
             "numbers; save them as float32."
         )
-    latents = (values[0] if values.ndim == 4 and len(values) == 1 else values).detach().double()
+    if values.ndim == 4:  # a batch of one sample, (1, C, H, W), or a single frame, (C, 1, H, W)
+        values = values.squeeze(int(len(values) > 1))
+    latents = values.detach().double()
     if latents.ndim != 3 or not latents.numel():
         raise UserError(
-            f"{where} has the shape {tuple(values.shape)}, and a sample's latents have (C, H, W)."
+            f"{where} has the shape {tuple(values.shape)}, and a sample's latents have (C, H, W), "
+            "without the frames of a video."
         )
     bad = latents[~latents.isfinite()]
     if len(bad):

@@ -56,9 +56,8 @@ class EarlierSet:
         keys = settings.keys() & set(SETTINGS.split())
         # Jobs that began before this key did not convert.
         earlier = {"convert_profile": False} | self.job
-        refuse_changes(
-            f"reuse={self.folder}", earlier, settings, keys, "leave reuse out, or set what it was"
-        )
+        remedy = "leave reuse out, or set what it was"
+        refuse_changes(f"reuse={self.folder}", earlier, settings, keys, remedy)
 
     def open_captions(self, settings: Mapping[str, Any]) -> CaptionTable | None:
         """Opens the captions of the set; None if it has none with these settings of tokens."""

@@ -135,6 +135,11 @@ def list_images(
         content = f" It holds: {images.unused}." if images.unused.kinds else ""
         if ".tar" in images.unused.kinds:
             content += " Name the folder of these tars; if a tar holds them, unpack it first."
+        if ".parquet" in images.unused.kinds:
+            content += (
+                f' Save it with datasets: load_dataset("{source}", split="train")'
+                '.save_to_disk("<new>"), and take source=<new>.'
+            )
         raise UserError(
             f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no "
             f".tar files with images.{content}"

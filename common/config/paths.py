@@ -18,6 +18,7 @@ MAX_SIBLINGS = 1000
 """Largest number of files of a folder among which a message looks for a similar name."""
 LATENT_FILE = re.compile(
     r"[^/].*\.(npy|npz|pt|pth)|.*\.safetensors|/latents\.npy|/.*_(features|labels)"
+    r"|.*_\d+x\d+_\w+\.npz"
 )
 """Matches the name of a file in which another tool stores latents, or with a slash before it that
 of an entry of a folder of such files; encoding/foreign.py reads them."""
@@ -90,22 +91,14 @@ def refuse_no_set(key: str, path: Any) -> None:
     # Latents of another tool need no encoding, but another command.
     names = [place.name, *(f"/{file.name}" for file in place.glob("*"))]
     if not is_job and any(map(LATENT_FILE.fullmatch, names)):
-        remedy = describe_import(key, str(path), other)
+        while other.exists():  # the import wants a new folder
+            other = other.with_name(f"{other.name}_new")
+        remedy = (
+            f"import it with `python -m scripts.import_latents source={path} encoder=<its encoder> "
+            f"scale=<its factor> out={other}` (labels=<file> or classes=none if it has no labels), "
+            f"then set {key}={other}"
+        )
     refuse_missing(key, path, remedy, "manifest.json")
-
-
-def describe_import(key: str, source: str, out: Path) -> str:
-    while out.exists():  # the import wants a new folder
-        out = out.with_name(f"{out.name}_new")
-    first = "import it with"
-    if source.endswith(".npz"):
-        source = f"{source.removesuffix('.npz')}.npy"
-        first = f"save its latents as {source} by numpy.save and import that with"
-    return (
-        f"{first} `python -m scripts.import_latents source={source} encoder=<its encoder> "
-        f"scale=<its factor> out={out}` (labels=<file> or classes=none if it has no labels), then "
-        f"set {key}={out}"
-    )
 
 
 def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from common.files import ROOT
 from encoding.foreign import FORMATS, ForeignOptions, open_foreign
@@ -19,16 +20,20 @@ from tests.harness.foreign import (
     edit_members,
     edm2,
     fast_dit,
+    musubi,
     npy,
     one_file,
     pt,
     safetensors,
+    sd_scripts,
     tars,
     write_edited,
 )
 from tests.harness.refusals import expect_refusal
 
 FEATURE = "imagenet256_features/0003.npy"
+CACHE = "0003_0064x0064_flux.npz"
+VIDEO = "0000_0064x0064_qi.safetensors"
 ZEROS = torch.zeros(COUNT, 2, 8, 8)
 
 
@@ -92,6 +97,22 @@ FILES = [
         pt,
         save_pt(ZEROS[:1].expand(10**12, 2, 8, 8), torch.zeros(1).expand(10**12)),
         r"latents is a Tensor, and no dense .*, an expanded tensor as \.contiguous",
+    ),
+    (
+        sd_scripts,
+        lambda path: np.savez_compressed(path / CACHE, latents=ZEROS[0]),
+        rf"{CACHE} cannot be read \(its arrays are compressed",
+    ),
+    (
+        sd_scripts,
+        lambda path: np.savez(path / CACHE, latents_8x8=ZEROS[0], latents_9x9=ZEROS[0]),
+        rf"{CACHE} has no latents; set latents_key=<name> \(it holds latents_8x8, latents_9x9",
+    ),
+    (sd_scripts, cut(CACHE, 900), rf"{CACHE} cannot be read"),
+    (
+        musubi,
+        lambda path: save_file({"latents_3x8x8_float32": torch.zeros(2, 3, 8, 8)}, path / VIDEO),
+        rf"{VIDEO} has the shape \(2, 3, 8, 8\), and .* without the frames of a video",
     ),
     (tars, double_members, "0000.cls is there twice"),
     (tars, cut_between_members, r"0\.tar was cut or is damaged: .* no end marker"),

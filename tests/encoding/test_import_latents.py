@@ -18,9 +18,11 @@ from tests.harness.foreign import (
     edit_members,
     edm2,
     fast_dit,
+    musubi,
     npy,
     one_file,
     read_set,
+    sd_scripts,
     tars,
     write_edited,
 )
@@ -62,8 +64,16 @@ def test_posteriors_are_kept(moments, samples, import_files):
     assert read_manifest(folder).kind == "mean_std"
 
 
-def test_mirrored_latents_are_kept(samples, import_files):
-    folder = import_files(one_file(latents_flip=-samples[0]))
+@pytest.mark.parametrize("write", [sd_scripts, musubi])
+def test_files_of_one_sample_each_have_no_labels(write, samples, import_files):
+    with expect_refusal("0000_0064x0064_.* has no labels; .* or import without labels: classes=no"):
+        import_files(write, classes=None)
+    match(read_set(import_files(write))["latents"], samples[0])
+
+
+@pytest.mark.parametrize("write", [sd_scripts, None])
+def test_mirrored_latents_are_kept(write, samples, import_files):
+    folder = import_files(write or one_file(latents_flip=-samples[0]))
     tensors = read_set(folder)
     assert read_manifest(folder).flips
     torch.testing.assert_close(tensors["mirrored"], -tensors["latents"])

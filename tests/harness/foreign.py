@@ -77,6 +77,30 @@ def tars(path, latents, labels):
     return {"source": str(path)}
 
 
+def sd_scripts(path, latents, labels):
+    """Writes what library/strategy_base.py, strategy_flux.py and strategy_sdxl.py of
+    kohya-ss/sd-scripts at 48d368f write: latents, those of mirrored images, and outputs of text
+    encoders."""
+    for i, sample in enumerate(latents.numpy()):
+        flipped = {"latents_flipped_8x8": -sample}
+        size = {"original_size_8x8": np.array([64, 64]), "crop_ltrb_8x8": np.arange(4)}
+        np.savez(path / f"{i:04d}_0064x0064_flux.npz", latents_8x8=sample, **size, **flipped)
+    np.savez(path / "0000_flux_te.npz", l_pooled=np.zeros(3))
+    np.savez(path / "0000_te_outputs.npz", pool2=np.zeros(3))
+    return {"source": str(path), "classes": "none"}
+
+
+def musubi(path, latents, labels):
+    """Writes what src/musubi_tuner/dataset/cache_io.py and image_video_dataset.py of
+    kohya-ss/musubi-tuner at 30c658c write."""
+    for i, sample in enumerate(latents):
+        tensors = {"latents_1x8x8_float32": sample[:, None].clone()}
+        metadata = {"architecture": "qwen_image", "width": "64", "format_version": "1.0.1"}
+        save_file(tensors, path / f"{i:04d}_0064x0064_qi.safetensors", metadata)
+    save_file({"varlen_vl_embed_float32": latents[0]}, path / "0000_qi_te.safetensors")
+    return {"source": str(path), "classes": "none"}
+
+
 FORMATS = [npy, pt, pt_alone, safetensors, fast_dit, edm2, tars]
 
 
