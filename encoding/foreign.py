@@ -104,15 +104,16 @@ def read_plain(file: Path) -> Any:
     tensors, or dicts or lists of tensors, with `weights_only=True`. Raises UserError if the file
     holds any other object. Large arrays stay on disk until they are used, but for .npz."""
     with translate_errors(file):
-        if file.suffix in (".npy", ".npz"):
+        if file.suffix == ".npy":
             # Copy on write, because PyTorch warns about read-only arrays.
-            content = np.load(file, mmap_mode="c", allow_pickle=False)
-            if isinstance(content, np.ndarray):
-                return content
-            # A compressed array may be a thousand times as large as its file.
-            if any(member.compress_type for member in content.zip.infolist()):
-                raise ValueError("its arrays are compressed, write them by numpy.savez")
-            return dict(content)
+            return np.load(file, mmap_mode="c")
+        if file.suffix == ".npz":
+            with file.open("rb") as stream:
+                content = np.load(stream, allow_pickle=False)
+                # A compressed array may be a thousand times as large as its file.
+                if any(member.compress_type for member in content.zip.infolist()):
+                    raise ValueError("its arrays are compressed, write them by numpy.savez")
+                return dict(content)
         if file.suffix == ".safetensors":
             return load_file(file)
         return torch.load(

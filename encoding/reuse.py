@@ -54,10 +54,13 @@ class EarlierSet:
 
     def refuse_others(self, settings: Mapping[str, Any]) -> None:
         keys = settings.keys() & set(SETTINGS.split())
-        # Jobs that began before this key did not convert.
-        earlier = {"convert_profile": False} | self.job
-        remedy = "leave reuse out, or set what it was"
-        refuse_changes(f"reuse={self.folder}", earlier, settings, keys, remedy)
+        refuse_changes(
+            f"reuse={self.folder}",
+            {"convert_profile": False} | self.job,  # jobs that began before this key did not
+            settings,
+            keys,
+            "leave reuse out, or set what it was",
+        )
 
     def open_captions(self, settings: Mapping[str, Any]) -> CaptionTable | None:
         """Opens the captions of the set; None if it has none with these settings of tokens."""

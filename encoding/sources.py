@@ -56,8 +56,6 @@ def list_job_images(
     `cfg` with these rules."""
     if earlier:
         rules = {k: vars(cfg)[k] or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
-        if not earlier.get("convert_profile"):
-            rules["convert_profile"] = False
         cfg = replace(cfg, **rules)
     given = bool(cfg.text_encoder) and cfg.captions == "given"
 
@@ -70,7 +68,8 @@ def list_job_images(
         return images
 
     images = list_source(str(cfg.source), earlier.get("manifest", {}).get("class_names", ()))
-    if earlier and not cfg.convert_profile:
+    if earlier and not earlier.get("convert_profile"):
+        cfg = replace(cfg, convert_profile=False)
         images.notes.append("the job goes on as it began: colour profiles are not converted")
     if not isinstance(cfg.held_out, str):
         return images, cfg

@@ -1,6 +1,5 @@
 """Decoding images to squares of pixels."""
 
-import io
 import re
 import struct
 import zlib
@@ -12,20 +11,14 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 
 from encoding.decoding import DecodedImages
 from encoding.images import FORMATS, ImageEntry, UnusableError, decode_image, describe_error
-from tests.harness.sets import PNG
-
-
-def encode(image, kind="PNG", **settings):
-    stream = io.BytesIO()
-    image.save(stream, kind, **settings)
-    return stream.getvalue()
+from tests.harness.sets import PNG, encode_image
 
 
 @pytest.mark.parametrize("size", [(200, 64), (64, 333), (5, 9)])
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
 def test_any_image_becomes_a_square(size, mode):
     image = Image.new("RGB", size, (255, 0, 0)).convert(mode)
-    pixels = decode_image(encode(image, "TIFF" if mode == "CMYK" else "PNG"), 32)
+    pixels = decode_image(encode_image(image, "TIFF" if mode == "CMYK" else "PNG"), 32)
     assert pixels.shape == (3, 32, 32)
     assert (pixels == pixels[:, :1, :1]).all()
     if mode not in ("L", "CMYK"):
@@ -35,7 +28,7 @@ def test_any_image_becomes_a_square(size, mode):
 def test_the_centre_is_kept():
     image = Image.new("RGB", (300, 100))
     image.paste((0, 255, 0), (100, 0, 200, 100))
-    assert (decode_image(encode(image), 50)[1, 1:-1, 1:-1] > 200).all()
+    assert (decode_image(encode_image(image), 50)[1, 1:-1, 1:-1] > 200).all()
 
 
 def test_images_are_turned_upright():
@@ -43,7 +36,7 @@ def test_images_are_turned_upright():
     image.paste((255, 255, 255), (0, 0, 32, 16))  # the upper half is white
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90° clockwise
-    pixels = decode_image(encode(image, exif=exif), 32)
+    pixels = decode_image(encode_image(image, exif=exif), 32)
     assert pixels[:, :, 16:].min() > 250
     assert pixels[:, :, :16].max() < 5
 
@@ -56,7 +49,7 @@ def test_every_format_is_decoded_and_of_several_frames_the_first(name):
     settings = dict(SETTINGS.get(name, {}))
     if name in ("GIF", "TIFF", "WEBP"):
         settings |= {"save_all": True, "append_images": [Image.new("RGB", (32, 32), "red")]}
-    content = encode(Image.new("RGB", (32, 32), (0, 128, 255)), name, **settings)
+    content = encode_image(Image.new("RGB", (32, 32), (0, 128, 255)), name, **settings)
     pixels = decode_image(content, 16)
     assert (pixels.int() - torch.tensor([0, 128, 255]).view(3, 1, 1)).abs().max() <= 4
 
@@ -64,7 +57,7 @@ def test_every_format_is_decoded_and_of_several_frames_the_first(name):
 def test_a_format_that_is_not_listed_is_not_decoded():
     """Pillow would start another program for some of them."""
     with pytest.raises(UnidentifiedImageError):
-        decode_image(encode(Image.new("RGB", (8, 8)), "EPS"), 8)
+        decode_image(encode_image(Image.new("RGB", (8, 8)), "EPS"), 8)
 
 
 def encode_with_alpha(mode):
@@ -73,10 +66,10 @@ def encode_with_alpha(mode):
         palette = Image.new("P", (32, 16), 1)
         palette.putpalette([200, 40, 40, 200, 40, 40])
         palette.paste(0, (0, 0, 16, 16))
-        return encode(palette, transparency=0)
+        return encode_image(palette, transparency=0)
     image = Image.new("RGBA", (32, 16), (200, 40, 40, 255))
     image.paste((200, 40, 40, 0), (0, 0, 16, 16))
-    return encode(image.convert(mode), "TIFF" if mode == "PA" else "PNG")
+    return encode_image(image.convert(mode), "TIFF" if mode == "PA" else "PNG")
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
@@ -91,7 +84,7 @@ def test_transparent_pixels_show_the_background_and_not_their_own_colour(mode, b
 
 def test_half_transparent_pixels_are_mixed():
     image = Image.new("RGBA", (8, 8), (255, 0, 0, 128))
-    assert decode_image(encode(image), 8, "blue")[:, 0, 0].tolist() == [128, 0, 127]
+    assert decode_image(encode_image(image), 8, "blue")[:, 0, 0].tolist() == [128, 0, 127]
 
 
 def make_png(size, bits, colour, rows, key):
@@ -139,11 +132,11 @@ def test_max_megapixels_is_the_only_limit(monkeypatch):
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_grey_of_unknown_range_is_refused_and_not_clipped(mode):
     with pytest.raises(UnusableError, match=f"grey of mode {mode} has no known range"):
-        decode_image(encode(Image.new(mode, (8, 8), 1000), "TIFF"), 8)
+        decode_image(encode_image(Image.new(mode, (8, 8), 1000), "TIFF"), 8)
 
 
 @pytest.mark.parametrize(
-    "content", [b"P5 1 1 65535\n\x40\x00", encode(Image.new("I;16", (8, 8), 0x4000))]
+    "content", [b"P5 1 1 65535\n\x40\x00", encode_image(Image.new("I;16", (8, 8), 0x4000))]
 )
 def test_16_bit_grey_is_scaled_and_not_clipped(content):
     assert (decode_image(content, 1) == 0x40).all()
@@ -151,7 +144,7 @@ def test_16_bit_grey_is_scaled_and_not_clipped(content):
 
 def test_reasons_hold_no_addresses_and_no_paths(tmp_path):
     """Reasons are part of the manifest, which two runs must write alike."""
-    whole = encode(Image.effect_noise((64, 64), 50))
+    whole = encode_image(Image.effect_noise((64, 64), 50))
     file = tmp_path / "a.png"
     for content in (b"hello", whole[:2000], whole[:60] + b"junk" * 9 + whole[100:]):
         file.write_bytes(content)

@@ -78,26 +78,23 @@ def tars(path, latents, labels):
 
 
 def sd_scripts(path, latents, labels):
-    """Writes what library/strategy_base.py, strategy_flux.py and strategy_sdxl.py of
-    kohya-ss/sd-scripts at 48d368f write: latents, those of mirrored images, and outputs of text
-    encoders."""
+    """Writes files as library/strategy_base.py and strategy_flux.py of kohya-ss/sd-scripts at
+    48d368f do, with flip_aug, beside the output of a text encoder."""
     for i, sample in enumerate(latents.numpy()):
-        flipped = {"latents_flipped_8x8": -sample}
-        size = {"original_size_8x8": np.array([64, 64]), "crop_ltrb_8x8": np.arange(4)}
-        np.savez(path / f"{i:04d}_0064x0064_flux.npz", latents_8x8=sample, **size, **flipped)
-    np.savez(path / "0000_flux_te.npz", l_pooled=np.zeros(3))
-    np.savez(path / "0000_te_outputs.npz", pool2=np.zeros(3))
+        arrays = {"latents_8x8": sample, "latents_flipped_8x8": -sample, "crop_ltrb_8x8": [0] * 4}
+        np.savez(path / f"{i:04d}_0064x0064_flux.npz", **arrays)
+    np.savez(path / "0000_flux_te.npz", l_pooled=latents)
     return {"source": str(path), "classes": "none"}
 
 
 def musubi(path, latents, labels):
-    """Writes what src/musubi_tuner/dataset/cache_io.py and image_video_dataset.py of
-    kohya-ss/musubi-tuner at 30c658c write."""
+    """Writes files as src/musubi_tuner/dataset/cache_io.py and image_video_dataset.py of
+    kohya-ss/musubi-tuner at 30c658c do."""
+    facts = {"architecture": "qwen_image", "format_version": "1.0.1"}
     for i, sample in enumerate(latents):
         tensors = {"latents_1x8x8_float32": sample[:, None].clone()}
-        metadata = {"architecture": "qwen_image", "width": "64", "format_version": "1.0.1"}
-        save_file(tensors, path / f"{i:04d}_0064x0064_qi.safetensors", metadata)
-    save_file({"varlen_vl_embed_float32": latents[0]}, path / "0000_qi_te.safetensors")
+        save_file(tensors, path / f"{i:04d}_0064x0064_qi.safetensors", facts)
+    save_file({"varlen_vl_embed_float32": latents}, path / "0000_qi_te.safetensors", facts)
     return {"source": str(path), "classes": "none"}
 
 

@@ -17,8 +17,7 @@ from accel.saved_tensors import count_saved
 from common.condition import Condition
 from data.loader import Batch
 from data.manifest import Manifest
-from encoding.job import JOB_FILE, read_job
-from encoding.shards import ShardWriter, hash_content
+from encoding.shards import ShardWriter
 from models.autoencoders import add_global_branch
 
 BLOCKS = {
@@ -194,10 +193,14 @@ def write_tar(file, members):
     return file
 
 
-def encode_png(*size):
+def encode_image(image, kind="PNG", **settings):
     stream = io.BytesIO()
-    Image.new("RGB", size, (200, 0, 0)).save(stream, "PNG")
+    image.save(stream, kind, **settings)
     return stream.getvalue()
+
+
+def encode_png(*size):
+    return encode_image(Image.new("RGB", size, (200, 0, 0)))
 
 
 PNG = encode_png(8, 8)
@@ -228,13 +231,6 @@ def read_contents(folder):
     """The files of a folder but its lock, by name."""
     files = [file for file in sorted(folder.iterdir()) if file.name != ".lock"]
     return {file.name: file.read_bytes() for file in files}
-
-
-def forget_keys(out, *keys):
-    """Makes job.json as an earlier version wrote it, and the set unfinished."""
-    (out / "manifest.json").unlink()
-    content = {key: value for key, value in read_job(out).items() if key not in keys}
-    (out / JOB_FILE).write_text(json.dumps(content | {"sha256": hash_content(content)}))
 
 
 def flip_byte(file, place=-1):

@@ -4,16 +4,19 @@ import json
 import unicodedata
 
 import pytest
+from PIL import Image
 
 from common.config.schema import CaptionLines, CaptionsMissing
+from common.files import ROOT
 from data.manifest import read_manifest
 from encoding.caption_files import CaptionReader, add_captions, settle_missing
-from encoding.job import JOB_FILE
+from encoding.job import JOB_FILE, read_job
+from encoding.shards import hash_content
 from encoding.sources import list_images
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.captions import save_bert, save_text
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import PNG, forget_keys, read_contents, save_files, save_images
+from tests.harness.sets import PNG, read_contents, save_files, save_images
 from training.drawing import read_prompts
 
 TEXT_JOB = ["text_encoder=wordllama", "classes=none"]
@@ -205,17 +208,30 @@ def test_a_job_says_which_images_it_leaves_out(captioned, job, capsys):
     assert not verify(VerifyConfig(path=str(out)))
 
 
+def forget_keys(out, *keys):
+    """Makes job.json as an earlier version wrote it, and the set unfinished."""
+    (out / "manifest.json").unlink()
+    content = {key: value for key, value in read_job(out).items() if key not in keys}
+    (out / JOB_FILE).write_text(json.dumps(content | {"sha256": hash_content(content)}))
+
+
 def test_an_unfinished_job_without_the_keys_goes_on_as_it_was(captioned, job, capsys):
-    old = ["caption_lines=each", "captions_missing=empty"]
+    old = ["caption_lines=each", "captions_missing=empty", "convert_profile=false"]
+    profile = (ROOT / "tests/assets/profiles/AdobeCompat-v2.icc").read_bytes()
+    Image.new("RGB", (20, 20), "teal").save(captioned / "cat" / "p.png", icc_profile=profile)
     out = job(*TEXT_JOB, *old, source=captioned)
     content = read_contents(out)
     next(out.glob("train-*.tar")).unlink()
-    forget_keys(out, "caption_lines", "captions_missing", "captions")
+    forget_keys(out, "caption_lines", "captions_missing", "captions", "convert_profile")
+    with expect_refusal(r"convert_profile was False, is True\); leave reuse out, or set what it "):
+        job(*TEXT_JOB, *old[:2], f"reuse={out}", source=captioned, out="new")
     assert "up to 2 an image" in capsys.readouterr().out
     job(*TEXT_JOB, source=captioned)
     changed = {name for name, value in read_contents(out).items() if content[name] != value}
     assert changed <= {JOB_FILE}
-    assert "up to 2 an image" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "up to 2 an image" in said
+    assert "note: the job goes on as it began: colour profiles are not converted" in said
     job(*TEXT_JOB, source=captioned)
     with expect_refusal("caption_lines was each, is whole"):
         job(*TEXT_JOB, "caption_lines=whole", source=captioned)
