@@ -119,9 +119,8 @@ def test_images_with_another_profile_are_counted(more_photos, job, capsys):
 
 
 def test_heic_and_jxl_are_read_by_their_packages(tmp_path, job):
-    import pillow_heif.HeifImagePlugin  # noqa: F401
-    import pillow_jxl  # noqa: F401
-
+    for plugin in ("pillow_heif.HeifImagePlugin", "pillow_jxl"):
+        pytest.importorskip(plugin)
     for number in range(10):
         Image.new("RGB", (20, 20)).save(tmp_path / f"{number}.{'heic' if number % 2 else 'jxl'}")
     images = DecodedImages(list_images(tmp_path, "none").entries, 16)
