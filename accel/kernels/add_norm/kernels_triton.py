@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32, load_or_zero
+
 
 @triton.jit
 def add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexpr):
@@ -35,13 +37,9 @@ def add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.const
     the stored, rounded values as fp32."""
     column = c < D
     mask = row[:, None] & column[None, :]
-    branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
-    residual = tl.load(RESIDUAL + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
-    gate = tl.load(GATE + c, mask=column, other=0.0).to(tl.float32)
+    branch = load_fp32(BRANCH + branch_rows[:, None] * D + c[None, :], mask)
+    residual = load_fp32(RESIDUAL + rows[:, None] * D + c[None, :], mask)
+    gate = load_fp32(GATE + c, column)
     z = (residual + gate[None, :] * branch).to(Z.dtype.element_ty)
     tl.store(Z + rows[:, None] * D + c[None, :], z, mask=mask)
     return z.to(tl.float32)
@@ -59,8 +57,8 @@ def store_modulated(H, SCALE, SHIFT, normed, h_rows, row, c, D: tl.constexpr):
     """Computes columns c of h = normed·(1 + scale) + shift, and stores them in H; `normed` is the
     normed z."""
     column = c < D
-    scale = tl.load(SCALE + c, mask=column, other=0.0).to(tl.float32)
-    shift = tl.load(SHIFT + c, mask=column, other=0.0).to(tl.float32)
+    scale = load_fp32(SCALE + c, column)
+    shift = load_fp32(SHIFT + c, column)
     h = normed * (1.0 + scale)[None, :] + shift[None, :]
     mask = row[:, None] & column[None, :]
     tl.store(H + h_rows[:, None] * D + c[None, :], h.to(H.dtype.element_ty), mask=mask)
@@ -94,10 +92,8 @@ def add_norm_kernel(
     c = tl.arange(0, BLOCK_D)
     row = t < L
     rows = b * L + t
-    branch_rows = (
-        rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
-    )
-    h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
+    branch_rows = rows if BRANCH_ROWS is None else b * L + load_or_zero(BRANCH_ROWS + t, row)
+    h_rows = rows if H_ROWS is None else b * L + load_or_zero(H_ROWS + t, row)
     GATE += b * gate_stride
     SCALE += b * scale_stride
     SHIFT += b * shift_stride
@@ -131,8 +127,8 @@ def add_norm_kernel(
 def load_dh_and_z(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
     """Loads columns c of dh, the gradient of h, and of z; returns both as fp32."""
     mask = row[:, None] & (c < D)[None, :]
-    z = tl.load(Z + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    dh = tl.load(DH + h_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    z = load_fp32(Z + rows[:, None] * D + c[None, :], mask)
+    dh = load_fp32(DH + h_rows[:, None] * D + c[None, :], mask)
     return dh, z
 
 
@@ -147,8 +143,8 @@ def store_gradients(
     here = rows[:, None] * D + c[None, :]
     branch_at = branch_rows[:, None] * D + c[None, :]
     if DZ is not None:
-        dz += tl.load(DZ + here, mask=mask, other=0.0).to(tl.float32)
-    branch = tl.load(BRANCH + branch_at, mask=mask, other=0.0).to(tl.float32)
+        dz += load_fp32(DZ + here, mask)
+    branch = load_fp32(BRANCH + branch_at, mask)
     tl.store(DRESIDUAL + here, dz.to(DRESIDUAL.dtype.element_ty), mask=mask)
     tl.store(DBRANCH + branch_at, (dz * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
     return dz * branch
@@ -187,15 +183,15 @@ def add_norm_backward_kernel(
     # 0: they stay in registers, as tiles, while the program passes over its rows. A sum over
     # the rows of a tile would go through shared memory, so it is taken once, at the end.
     c = tl.arange(0, BLOCK_D)
-    gate = tl.load(GATE + c, mask=c < D, other=0.0).to(tl.float32)
-    slope = 1.0 + tl.load(SCALE + c, mask=c < D, other=0.0).to(tl.float32)
+    gate = load_fp32(GATE + c, c < D)
+    slope = 1.0 + load_fp32(SCALE + c, c < D)
     dgate = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
     dscale = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
     dshift = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
     if REST > 0:
         c_rest = BLOCK_D + tl.arange(0, REST)
-        gate_rest = tl.load(GATE + c_rest, mask=c_rest < D, other=0.0).to(tl.float32)
-        slope_rest = 1.0 + tl.load(SCALE + c_rest, mask=c_rest < D, other=0.0).to(tl.float32)
+        gate_rest = load_fp32(GATE + c_rest, c_rest < D)
+        slope_rest = 1.0 + load_fp32(SCALE + c_rest, c_rest < D)
         dgate_rest = tl.zeros([BLOCK_L, REST], tl.float32)
         dscale_rest = tl.zeros([BLOCK_L, REST], tl.float32)
         dshift_rest = tl.zeros([BLOCK_L, REST], tl.float32)
@@ -204,11 +200,9 @@ def add_norm_backward_kernel(
         t = split * ROWS + start + tl.arange(0, BLOCK_L)
         row = t < L
         rows = b * L + t
-        branch_rows = (
-            rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
-        )
-        h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
-        rstd = tl.load(RSTD + rows, mask=row, other=0.0)
+        branch_rows = rows if BRANCH_ROWS is None else b * L + load_or_zero(BRANCH_ROWS + t, row)
+        h_rows = rows if H_ROWS is None else b * L + load_or_zero(H_ROWS + t, row)
+        rstd = load_or_zero(RSTD + rows, row)
 
         # Compute w = dh·(1 + scale), the gradient of the normed z.
         dh, z = load_dh_and_z(DH, Z, rows, h_rows, row, c, D)

@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32, load_or_zero
+
 TILE_ELEMENTS = 2048
 WARPS = 4
 
@@ -46,7 +48,7 @@ def load_angles(ROTATIONS, t, L: tl.constexpr, P: tl.constexpr):
     channels."""
     pairs = ROTATIONS + t[:, None] * P + 2 * tl.arange(0, P // 2)[None, :]
     inside = (t < L)[:, None]
-    return tl.load(pairs, mask=inside, other=0.0), tl.load(pairs + L * P, mask=inside, other=0.0)
+    return load_or_zero(pairs, inside), load_or_zero(pairs + L * P, inside)
 
 
 @triton.jit
@@ -80,7 +82,7 @@ def qk_rope_kernel(
         cosine, sine = load_angles(ROTATIONS, t, L, P)
 
     for k in tl.range(0, K, num_stages=2):
-        x = tl.load(source + k * P, mask=mask, other=0.0).to(tl.float32)
+        x = load_fp32(source + k * P, mask)
         if Q_WEIGHT is not None:
             x = x * tl.rsqrt(tl.sum(x * x, 1) / P + EPS)[:, None] * weight[None, :]
         if ROTATIONS is not None:
@@ -125,11 +127,11 @@ def store_gradient(
 
     # Compute the gradient backward through the rotation, then through the norm.
     for k in tl.range(0, K, num_stages=2):
-        d = tl.load(D + k * P, mask=mask, other=0.0).to(tl.float32)
+        d = load_fp32(D + k * P, mask)
         if ROTATIONS is not None:
             d = rotate_pairs(d, cosine, -sine, BLOCK_L, P)
         if WEIGHT is not None:
-            x = tl.load(source + k * P, mask=mask, other=0.0).to(tl.float32)
+            x = load_fp32(source + k * P, mask)
             rstd = tl.rsqrt(tl.sum(x * x, 1) / P + EPS)[:, None]
             normed = x * rstd
             dweight += tl.sum(d * normed, 0)

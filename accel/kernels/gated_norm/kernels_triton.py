@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32
+
 BLOCK_L = 32
 WARPS = 4
 
@@ -45,12 +47,10 @@ def gated_norm_kernel(
     p = tl.arange(0, BLOCK_P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     here = ((b * L + t[:, None]) * K + k) * P + p[None, :]
-    z = tl.load(
-        Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask=mask, other=0.0
-    ).to(tl.float32)
-    gated = tl.load(Y + here, mask=mask, other=0.0).to(tl.float32) * z * tl.sigmoid(z)
+    z = load_fp32(Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask)
+    gated = load_fp32(Y + here, mask) * z * tl.sigmoid(z)
     rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
-    weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
+    weight = load_fp32(WEIGHT + k * P + p, p < P)
     tl.store(H + here, (gated * rstd[:, None] * weight[None, :]).to(H.dtype.element_ty), mask=mask)
 
 
@@ -81,12 +81,10 @@ def gated_norm_backward_kernel(
     p = tl.arange(0, BLOCK_P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     here = ((b * L + t[:, None]) * K + k) * P + p[None, :]
-    z = tl.load(
-        Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask=mask, other=0.0
-    ).to(tl.float32)
-    y = tl.load(Y + here, mask=mask, other=0.0).to(tl.float32)
-    dh = tl.load(DH + here, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
+    z = load_fp32(Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask)
+    y = load_fp32(Y + here, mask)
+    dh = load_fp32(DH + here, mask)
+    weight = load_fp32(WEIGHT + k * P + p, p < P)
 
     # Compute the forward pass again, because it saved only y and z; then compute the gradients
     # backward through norm and gate.

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32
+
 BLOCK_L = 16
 BLOCK_C = 64
 WARPS = 2
@@ -51,9 +53,7 @@ def load_tap(
     row = t // COLUMNS + TAP // C - R // 2
     column = t % COLUMNS + TAP % C - C // 2
     seen = mask & ((row >= 0) & (row < ROWS) & (column >= 0) & (column < COLUMNS))[:, None]
-    return tl.load(
-        X + (row * COLUMNS + column)[:, None] * x_token + c[None, :], mask=seen, other=0.0
-    ).to(tl.float32)
+    return load_fp32(X + (row * COLUMNS + column)[:, None] * x_token + c[None, :], seen)
 
 
 @triton.jit
@@ -85,14 +85,10 @@ def local_mix_kernel(
     X += b * x_batch
     u = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
     for tap in tl.static_range(R * C):
-        weight = tl.load(
-            WEIGHT + c * (R * C) + (R * C - 1 - tap if BACKWARDS else tap), mask=c < D, other=0.0
-        )
-        u += weight.to(tl.float32)[None, :] * load_tap(
-            X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C
-        )
+        weight = load_fp32(WEIGHT + c * (R * C) + (R * C - 1 - tap if BACKWARDS else tap), c < D)
+        u += weight[None, :] * load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
     if not BACKWARDS:
-        u += tl.load(BIAS + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+        u += load_fp32(BIAS + c, c < D)[None, :]
         u = u * tl.sigmoid(u)
     out = b * y_batch + t[:, None] * y_token + c[None, :]
     tl.store(Y + out, u.to(Y.dtype.element_ty), mask=mask)
@@ -125,12 +121,11 @@ def local_mix_backward_kernel(
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     channel = c < D
     X += b * x_batch
-    bias = tl.load(BIAS + c, mask=channel, other=0.0).to(tl.float32)
+    bias = load_fp32(BIAS + c, channel)
     weights = ()
     dweights = ()
     for tap in tl.static_range(R * C):
-        weight = tl.load(WEIGHT + c * (R * C) + tap, mask=channel, other=0.0)
-        weights += (weight.to(tl.float32),)
+        weights += (load_fp32(WEIGHT + c * (R * C) + tap, channel),)
         dweights += (tl.zeros([BLOCK_L, BLOCK_C], tl.float32),)
     dbias = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
 
@@ -146,7 +141,7 @@ def local_mix_backward_kernel(
         # Multiply the incoming gradient by the derivative of SiLU.
         here = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
         gate = tl.sigmoid(u)
-        dy = tl.load(DY + here, mask=mask, other=0.0).to(tl.float32)
+        dy = load_fp32(DY + here, mask)
         du = dy * gate * (1.0 + u * (1.0 - gate))
         tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
         dbias += du

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32, load_or_zero
 from accel.kernels.ssd.forward_triton import choose_constants, collect_strides, decay_of
 from accel.kernels.ssd.operator import LN2, count_channels, split_channels, write_group_gradients
 
@@ -79,14 +80,12 @@ def ssd_dx_kernel(
     C_OUT += b * c_batch
     ahead = (b * 2 * K + k) * L
     behind = ahead + K * L
-    sum_ahead = tl.load(SUMS + ahead + j, mask=inside, other=0.0)
-    sum_behind = tl.load(SUMS + behind + j, mask=inside, other=0.0)
-    step_ahead = tl.load(STEPS + ahead + j, mask=inside, other=0.0)
-    step_behind = tl.load(STEPS + behind + j, mask=inside, other=0.0)
-    b_ahead = tl.load(B_IN + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0)
-    b_behind = tl.load(
-        B_IN + N + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0
-    )
+    sum_ahead = load_or_zero(SUMS + ahead + j, inside)
+    sum_behind = load_or_zero(SUMS + behind + j, inside)
+    step_ahead = load_or_zero(STEPS + ahead + j, inside)
+    step_behind = load_or_zero(STEPS + behind + j, inside)
+    b_ahead = load_or_zero(B_IN + j[:, None] * b_token + n[None, :], inside[:, None])
+    b_behind = load_or_zero(B_IN + N + j[:, None] * b_token + n[None, :], inside[:, None])
     g = tl.zeros([BLOCK, P], tl.float32)
 
     # Direction 0: add the contributions of the tokens i in the tiles after this tile.
@@ -96,9 +95,9 @@ def ssd_dx_kernel(
         for i0 in range(j0 + BLOCK, L, BLOCK):
             i = i0 + r
             there = (i < L) | (L % BLOCK == 0)
-            c_t = tl.load(C_OUT + i[None, :] * c_token + n[:, None], mask=there[None, :], other=0.0)
-            dy = tl.load(DY + i[:, None] * (K * P) + p[None, :], mask=there[:, None], other=0.0)
-            weight = decay_of(tl.load(SUMS + ahead + i, mask=there, other=0.0) - pivot)
+            c_t = load_or_zero(C_OUT + i[None, :] * c_token + n[:, None], there[None, :])
+            dy = load_or_zero(DY + i[:, None] * (K * P) + p[None, :], there[:, None])
+            weight = decay_of(load_or_zero(SUMS + ahead + i, there) - pivot)
             m = (
                 tl.dot(b_ahead, c_t, input_precision=PRECISION)
                 * weight[None, :]
@@ -124,11 +123,9 @@ def ssd_dx_kernel(
 
     # Add the contributions of this tile's own tokens (the tile of M on the diagonal), in both
     # directions.
-    c_ahead = tl.load(C_OUT + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
-    c_behind = tl.load(
-        C_OUT + N + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0
-    )
-    dy = tl.load(DY + j[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0)
+    c_ahead = load_or_zero(C_OUT + j[None, :] * c_token + n[:, None], inside[None, :])
+    c_behind = load_or_zero(C_OUT + N + j[None, :] * c_token + n[:, None], inside[None, :])
+    dy = load_or_zero(DY + j[:, None] * (K * P) + p[None, :], inside[:, None])
 
     # Rows of this tile are tokens j, columns are tokens i. Element [j, i] of `lower` is true if i ≥
     # j: such pairs belong to direction 0, the other pairs to direction 1.
@@ -150,9 +147,7 @@ def ssd_dx_kernel(
     tl.store(
         DX + j[:, None] * dx_token + p[None, :], g.to(DX.dtype.element_ty), mask=inside[:, None]
     )
-    x = tl.load(X + j[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0).to(
-        tl.float32
-    )
+    x = load_fp32(X + j[:, None] * x_token + p[None, :], inside[:, None])
     tl.store(DD + (b * K + k) * tl.num_programs(0) + tile, tl.sum(x * dy.to(tl.float32)))
 
 
@@ -218,24 +213,24 @@ def ssd_ds_kernel(
     lower = i[:, None] >= j[None, :]
     C_OUT += direction * N
     B_IN += direction * N
-    c = tl.load(C_OUT + i[:, None] * c_token + n[None, :], mask=i_in[:, None], other=0.0)
-    b_t = tl.load(B_IN + j[None, :] * b_token + n[:, None], mask=j_in[None, :], other=0.0)
+    c = load_or_zero(C_OUT + i[:, None] * c_token + n[None, :], i_in[:, None])
+    b_t = load_or_zero(B_IN + j[None, :] * b_token + n[:, None], j_in[None, :])
     scores = tl.dot(c, b_t, input_precision=PRECISION)
     if DIAGONAL:
-        c = tl.load(C_OUT + N + i[:, None] * c_token + n[None, :], mask=i_in[:, None], other=0.0)
-        b_t = tl.load(B_IN + N + j[None, :] * b_token + n[:, None], mask=j_in[None, :], other=0.0)
+        c = load_or_zero(C_OUT + N + i[:, None] * c_token + n[None, :], i_in[:, None])
+        b_t = load_or_zero(B_IN + N + j[None, :] * b_token + n[:, None], j_in[None, :])
         scores = tl.where(lower, scores, tl.dot(c, b_t, input_precision=PRECISION))
 
     ds = tl.zeros([BLOCK, BLOCK], tl.float32)
     for k in range(0, K):
-        dy = tl.load(DY + i[:, None] * (K * P) + k * P + p[None, :], mask=i_in[:, None], other=0.0)
-        x_t = tl.load(X + j[None, :] * x_token + k * P + p[:, None], mask=j_in[None, :], other=0.0)
+        dy = load_or_zero(DY + i[:, None] * (K * P) + k * P + p[None, :], i_in[:, None])
+        x_t = load_or_zero(X + j[None, :] * x_token + k * P + p[:, None], j_in[None, :])
         g = tl.dot(dy, x_t, input_precision=PRECISION)
         head = b * K + k
         head_at = ((b * 2 + direction) * K + k) * L
-        sum_i = tl.load(SUMS + head_at + i, mask=i_in, other=0.0)
-        sum_j = tl.load(SUMS + head_at + j, mask=j_in, other=0.0)
-        step = tl.load(STEPS + head_at + j, mask=j_in, other=0.0)
+        sum_i = load_or_zero(SUMS + head_at + i, i_in)
+        sum_j = load_or_zero(SUMS + head_at + j, j_in)
+        step = load_or_zero(STEPS + head_at + j, j_in)
 
         # The decay of a pair is exp2(s_i - s_j), where s are running sums of log decays. On a
         # diagonal tile, compute it for each element. On other tiles, split it into exp2(s_i -
@@ -243,8 +238,8 @@ def ssd_ds_kernel(
         # (forward_triton.py).
         if DIAGONAL:
             behind = head_at + K * L
-            other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)
-            other_step = tl.load(STEPS + behind + j, mask=j_in, other=0.0)
+            other_i = load_or_zero(SUMS + behind + i, i_in)
+            other_step = load_or_zero(STEPS + behind + j, j_in)
             exponent = tl.where(
                 lower, sum_i[:, None] - sum_j[None, :], other_i[:, None] - other_i[None, :]
             )
@@ -312,15 +307,15 @@ def ssd_decay_kernel(
     own_tile = t // BLOCK
     head = b * K + k
     row_ahead = tl.zeros([BLOCK_L], tl.float32)
-    row_behind = tl.load(ROWS_BEHIND + head * L + t, mask=inside, other=0.0)
+    row_behind = load_or_zero(ROWS_BEHIND + head * L + t, inside)
     column_ahead = tl.zeros([BLOCK_L], tl.float32)
-    column_behind = tl.load(COLUMNS_BEHIND + head * L + t, mask=inside, other=0.0)
+    column_behind = load_or_zero(COLUMNS_BEHIND + head * L + t, inside)
 
     # Add up the sums of all tiles: tiles on or below the diagonal belong to direction 0, tiles
     # above the diagonal to direction 1.
     for tile in range(0, TILES):
-        rows = tl.load(ROWS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
-        columns = tl.load(COLUMNS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
+        rows = load_or_zero(ROWS + (head * TILES + tile) * L + t, inside)
+        columns = load_or_zero(COLUMNS + (head * TILES + tile) * L + t, inside)
         row_ahead += tl.where(tile <= own_tile, rows, 0.0)
         row_behind += tl.where(tile > own_tile, rows, 0.0)
         column_ahead += tl.where(tile >= own_tile, columns, 0.0)
@@ -328,8 +323,8 @@ def ssd_decay_kernel(
 
     ahead = (b * 2 * K + k) * L + t
     behind = ahead + K * L
-    sum_ahead = row_ahead - column_ahead * tl.load(STEPS + ahead, mask=inside, other=0.0)
-    sum_behind = row_behind - column_behind * tl.load(STEPS + behind, mask=inside, other=0.0)
+    sum_ahead = row_ahead - column_ahead * load_or_zero(STEPS + ahead, inside)
+    sum_behind = row_behind - column_behind * load_or_zero(STEPS + behind, inside)
     tl.store(DSTEPS + ahead, column_ahead, mask=inside)
     tl.store(DSTEPS + behind, column_behind, mask=inside)
     tl.store(DSUMS + ahead, sum_ahead * LN2, mask=inside)

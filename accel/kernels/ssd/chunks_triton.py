@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32, load_or_zero
 from accel.kernels.ssd.forward_triton import precision_of
 
 
@@ -57,9 +58,9 @@ def ssd_states_kernel(
     for start in range(0, T, BLOCK):
         t = start + r
         inside = (t < T) | (T % BLOCK == 0)
-        g_t = tl.load(GROUPS + t[None, :] * g_token + n[:, None], mask=inside[None, :], other=0.0)
-        x = tl.load(X + t[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
-        weight = tl.load(WEIGHTS + head * T + t, mask=inside, other=0.0)
+        g_t = load_or_zero(GROUPS + t[None, :] * g_token + n[:, None], inside[None, :])
+        x = load_or_zero(X + t[:, None] * x_token + p[None, :], inside[:, None])
+        weight = load_or_zero(WEIGHTS + head * T + t, inside)
         xw = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
         state = tl.dot(g_t, xw, state, input_precision=PRECISION)
     tl.store(STATES + head * (N * P) + n[:, None] * P + p[None, :], state)
@@ -99,26 +100,22 @@ def ssd_read_kernel(
     # OTHER is given, load it: DOTS receives the dot product of each token's OTHER with the value
     # that the token reads from the state.
     if INSIDE is not None:
-        out += tl.load(
-            INSIDE + here + t[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0
-        ).to(tl.float32)
+        out += load_fp32(INSIDE + here + t[:, None] * (K * P) + p[None, :], inside[:, None])
     if OTHER is not None:
         other_at = s * o_batch + k * P + t[:, None] * o_token + p[None, :]
-        other = tl.load(OTHER + other_at, mask=inside[:, None], other=0.0).to(tl.float32)
+        other = load_fp32(OTHER + other_at, inside[:, None])
 
     for direction in range(0, 2):
         head = (s * 2 + direction) * K + k
         read = tl.zeros([BLOCK, P], tl.float32)
         for start in range(0, N, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
-            g = tl.load(
-                GROUPS + direction * N + t[:, None] * g_token + n[None, :],
-                mask=inside[:, None],
-                other=0.0,
+            g = load_or_zero(
+                GROUPS + direction * N + t[:, None] * g_token + n[None, :], inside[:, None]
             )
             state = tl.load(STATES + head * (N * P) + n[:, None] * P + p[None, :]).to(g.dtype)
             read = tl.dot(g, state, read, input_precision=PRECISION)
-        out += read * tl.load(WEIGHTS + head * T + t, mask=inside, other=0.0)[:, None]
+        out += read * load_or_zero(WEIGHTS + head * T + t, inside)[:, None]
         if OTHER is not None:
             tl.store(DOTS + head * T + t, tl.sum(read * other, 1), mask=inside)
     tl.store(
@@ -154,8 +151,8 @@ def ssd_groups_kernel(
     out = tl.zeros([BLOCK, BLOCK_N], tl.float32)
     for k in range(0, K):
         head = (s * 2 + direction) * K + k
-        x = tl.load(X + t[:, None] * x_token + k * P + p[None, :], mask=inside[:, None], other=0.0)
-        weight = tl.load(WEIGHTS + head * T + t, mask=inside, other=0.0)
+        x = load_or_zero(X + t[:, None] * x_token + k * P + p[None, :], inside[:, None])
+        weight = load_or_zero(WEIGHTS + head * T + t, inside)
         state_t = tl.load(STATES + head * (N * P) + n[None, :] * P + p[:, None]).to(x.dtype)
         xw = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
         out = tl.dot(xw, state_t, out, input_precision=PRECISION)

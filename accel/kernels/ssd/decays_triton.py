@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32, load_or_zero
 from accel.kernels.ssd.decays import LOG2E, MIN_LOG2_DECAY
 
 TILE_ELEMENTS = 2048
@@ -90,9 +91,9 @@ def ssd_decays_kernel(
 
     # Load the bias and the rate exp(A_log) (negated, in units of log2) of each head, and the raw
     # step sizes with the bias added.
-    bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32)) * -LOG2E
-    raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+    bias = load_fp32(BIAS + direction * K + k, k < K)
+    rate = tl.exp(load_fp32(A_LOG + direction * K + k, k < K)) * -LOG2E
+    raw = load_fp32(DT + dt_at, mask) + bias[None, :]
 
     # Padding gets step size 0, so its log decay is 0 and it leaves the running sums unchanged.
     step = tl.where(mask, softplus(raw), 0.0)
@@ -137,17 +138,17 @@ def ssd_decays_backward_kernel(
     row = (r < T)[:, None] & (k < K)[None, :]
     mask = row & (token < L)[:, None]
     source = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
-    da = tl.cumsum(tl.load(DSUMS + source, mask=row, other=0.0), 0) * LOG2E
+    da = tl.cumsum(load_or_zero(DSUMS + source, row), 0) * LOG2E
 
     # Compute the step sizes again. Where the forward pass clamped a log decay, its gradient is 0.
     b = (piece // pieces).to(tl.int64)
     dt_at = b * dt_batch + token[:, None] * dt_token + direction * K + k[None, :]
-    bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
-    A = -tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32))
-    raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+    bias = load_fp32(BIAS + direction * K + k, k < K)
+    A = -tl.exp(load_fp32(A_LOG + direction * K + k, k < K))
+    raw = load_fp32(DT + dt_at, mask) + bias[None, :]
     step = softplus(raw)
     da = tl.where(step * A[None, :] * LOG2E >= MIN_LOG2_DECAY, da, 0.0)
-    grad_raw = (tl.load(DSTEPS + source, mask=row, other=0.0) + A[None, :] * da) * sigmoid(raw)
+    grad_raw = (load_or_zero(DSTEPS + source, row) + A[None, :] * da) * sigmoid(raw)
     grad_raw = tl.where(mask, grad_raw, 0.0)
 
     out = b * ddt_batch + token[:, None] * ddt_token + direction * K + k[None, :]

@@ -32,6 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32, load_or_zero
+
 OLDER_THAN_3_8 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 8]
 THIRD_PROGRAM_REGISTERS = 168 if OLDER_THAN_3_8 else None
 """Limit of registers per thread under which three programs of four warps share a multiprocessor of
@@ -94,8 +96,8 @@ def ssd_kernel(
     C_OUT += b * c_batch
     ahead = (b * 2 * K + k) * L
     behind = ahead + K * L
-    sum_ahead = tl.load(SUMS + ahead + i, mask=inside, other=0.0)
-    c_ahead = tl.load(C_OUT + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0)
+    sum_ahead = load_or_zero(SUMS + ahead + i, inside)
+    c_ahead = load_or_zero(C_OUT + i[:, None] * c_token + n[None, :], inside[:, None])
     y = tl.zeros([BLOCK, P], tl.float32)
 
     # Direction 0: add the contributions of the tokens j in the tiles before this tile.
@@ -116,22 +118,18 @@ def ssd_kernel(
 
     # Direction 1: add the contributions of the tokens j in the tiles after this tile. Load the
     # values of direction 1 only here, so that they occupy no registers in the loop above.
-    sum_behind = tl.load(SUMS + behind + i, mask=inside, other=0.0)
-    c_behind = tl.load(
-        C_OUT + N + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0
-    )
+    sum_behind = load_or_zero(SUMS + behind + i, inside)
+    c_behind = load_or_zero(C_OUT + N + i[:, None] * c_token + n[None, :], inside[:, None])
     if i0 + BLOCK < L:
         pivot = tl.load(SUMS + behind + i0 + BLOCK)
         row_decay = decay_of(sum_behind - pivot)
         for j0 in range(i0 + BLOCK, L, BLOCK):
             j = j0 + r
             there = (j < L) | (L % BLOCK == 0)
-            b_t = tl.load(
-                B_IN + N + j[None, :] * b_token + n[:, None], mask=there[None, :], other=0.0
-            )
-            x = tl.load(X + j[:, None] * x_token + p[None, :], mask=there[:, None], other=0.0)
-            sums = tl.load(SUMS + behind + j, mask=there, other=0.0)
-            weight = decay_of(pivot - sums) * tl.load(STEPS + behind + j, mask=there, other=0.0)
+            b_t = load_or_zero(B_IN + N + j[None, :] * b_token + n[:, None], there[None, :])
+            x = load_or_zero(X + j[:, None] * x_token + p[None, :], there[:, None])
+            sums = load_or_zero(SUMS + behind + j, there)
+            weight = decay_of(pivot - sums) * load_or_zero(STEPS + behind + j, there)
             m = (
                 tl.dot(c_behind, b_t, input_precision=PRECISION)
                 * weight[None, :]
@@ -141,16 +139,16 @@ def ssd_kernel(
 
     # Add the contributions of this tile's own tokens (the tile of M on the diagonal), in both
     # directions.
-    x = tl.load(X + i[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
+    x = load_or_zero(X + i[:, None] * x_token + p[None, :], inside[:, None])
     lower = r[:, None] >= r[None, :]
-    b_t = tl.load(B_IN + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
-    step = tl.load(STEPS + ahead + i, mask=inside, other=0.0)
+    b_t = load_or_zero(B_IN + i[None, :] * b_token + n[:, None], inside[None, :])
+    step = load_or_zero(STEPS + ahead + i, inside)
     decay = decay_of(sum_ahead[:, None] - sum_ahead[None, :]) * step[None, :]
     m_ahead = tl.where(lower, tl.dot(c_ahead, b_t, input_precision=PRECISION) * decay, 0.0).to(
         x.dtype
     )
-    b_t = tl.load(B_IN + N + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
-    step = tl.load(STEPS + behind + i, mask=inside, other=0.0)
+    b_t = load_or_zero(B_IN + N + i[None, :] * b_token + n[:, None], inside[None, :])
+    step = load_or_zero(STEPS + behind + i, inside)
     decay = decay_of(sum_behind[:, None] - sum_behind[None, :]) * step[None, :]
     m_behind = tl.where(lower, 0.0, tl.dot(c_behind, b_t, input_precision=PRECISION) * decay).to(
         x.dtype
@@ -164,9 +162,7 @@ def ssd_kernel(
     # If a gate is given, apply gate and norm while y is still in registers.
     if H is not None:
         z_at = i[:, None] * z_token + p[None, :]
-        gate = tl.load(Z + b * z_batch + k * P + z_at, mask=inside[:, None], other=0.0).to(
-            tl.float32
-        )
+        gate = load_fp32(Z + b * z_batch + k * P + z_at, inside[:, None])
         gated = y * gate * tl.sigmoid(gate)
         rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
         norm = tl.load(NORM + k * P + p).to(tl.float32)

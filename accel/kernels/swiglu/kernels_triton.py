@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.loads_triton import load_fp32
+
 BLOCK_R = 8
 BLOCK_H = 256
 WARPS = 4
@@ -35,8 +37,8 @@ def locate_tile(rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.conste
 @triton.jit
 def swiglu_kernel(JOINED, OUT, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
     r, c, mask = locate_tile(rows, H, BLOCK_R, BLOCK_H)
-    gate = tl.load(JOINED + r * (2 * H) + c, mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(JOINED + r * (2 * H) + H + c, mask=mask, other=0.0).to(tl.float32)
+    gate = load_fp32(JOINED + r * (2 * H) + c, mask)
+    value = load_fp32(JOINED + r * (2 * H) + H + c, mask)
     tl.store(OUT + r * H + c, (gate * tl.sigmoid(gate) * value).to(OUT.dtype.element_ty), mask=mask)
 
 
@@ -45,9 +47,9 @@ def swiglu_backward_kernel(
     DH, JOINED, DJOINED, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     r, c, mask = locate_tile(rows, H, BLOCK_R, BLOCK_H)
-    gate = tl.load(JOINED + r * (2 * H) + c, mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(JOINED + r * (2 * H) + H + c, mask=mask, other=0.0).to(tl.float32)
-    dh = tl.load(DH + r * H + c, mask=mask, other=0.0).to(tl.float32)
+    gate = load_fp32(JOINED + r * (2 * H) + c, mask)
+    value = load_fp32(JOINED + r * (2 * H) + H + c, mask)
+    dh = load_fp32(DH + r * H + c, mask)
     sigmoid = tl.sigmoid(gate)
     dgate = dh * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     dtype = DJOINED.dtype.element_ty
