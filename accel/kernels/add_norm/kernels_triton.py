@@ -61,7 +61,7 @@ def store_modulated(H, SCALE, SHIFT, normed, h_rows, row, c, D: tl.constexpr):
     shift = load_fp32(SHIFT + c, column)
     h = normed * (1.0 + scale)[None, :] + shift[None, :]
     mask = row[:, None] & column[None, :]
-    tl.store(H + h_rows[:, None] * D + c[None, :], h.to(H.dtype.element_ty), mask=mask)
+    tl.store(H + h_rows[:, None] * D + c[None, :], h, mask=mask)
 
 
 @triton.jit
@@ -145,8 +145,8 @@ def store_gradients(
     if DZ is not None:
         dz += load_fp32(DZ + here, mask)
     branch = load_fp32(BRANCH + branch_at, mask)
-    tl.store(DRESIDUAL + here, dz.to(DRESIDUAL.dtype.element_ty), mask=mask)
-    tl.store(DBRANCH + branch_at, (dz * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
+    tl.store(DRESIDUAL + here, dz, mask=mask)
+    tl.store(DBRANCH + branch_at, dz * gate[None, :], mask=mask)
     return dz * branch
 
 

@@ -137,7 +137,7 @@ def store_gradient(
             dweight += tl.sum(d * normed, 0)
             d = d * weight[None, :]
             d = rstd * (d - normed * (tl.sum(d * normed, 1) / P)[:, None])
-        tl.store(target + k * P, d.to(target.dtype.element_ty), mask=mask)
+        tl.store(target + k * P, d, mask=mask)
     if WEIGHT is not None:
         tl.store(SUMS + p, dweight)
 

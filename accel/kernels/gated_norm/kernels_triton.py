@@ -51,7 +51,7 @@ def gated_norm_kernel(
     gated = load_fp32(Y + here, mask) * z * tl.sigmoid(z)
     rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
     weight = load_fp32(WEIGHT + k * P + p, p < P)
-    tl.store(H + here, (gated * rstd[:, None] * weight[None, :]).to(H.dtype.element_ty), mask=mask)
+    tl.store(H + here, gated * rstd[:, None] * weight[None, :], mask=mask)
 
 
 @triton.jit
@@ -94,13 +94,13 @@ def gated_norm_backward_kernel(
     normed = gated * rstd[:, None]
     dnormed = dh * weight[None, :]
     dgated = rstd[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / P)[:, None])
-    tl.store(DY + here, (dgated * z * sigmoid).to(DY.dtype.element_ty), mask=mask)
+    tl.store(DY + here, dgated * z * sigmoid, mask=mask)
 
     dz = dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))
 
     # dz may be a slice of a larger tensor, so compute its addresses from the strides of dz.
     there = b * dz_batch + t[:, None] * dz_token + k * P + p[None, :]
-    tl.store(DZ + there, dz.to(DZ.dtype.element_ty), mask=mask)
+    tl.store(DZ + there, dz, mask=mask)
 
     sums = SUMS + ((b * tl.num_programs(0) + tile) * K + k) * P + p
     tl.store(sums, tl.sum(dh * normed, 0), mask=p < P)

@@ -91,7 +91,7 @@ def local_mix_kernel(
         u += load_fp32(BIAS + c, c < D)[None, :]
         u = u * tl.sigmoid(u)
     out = b * y_batch + t[:, None] * y_token + c[None, :]
-    tl.store(Y + out, u.to(Y.dtype.element_ty), mask=mask)
+    tl.store(Y + out, u, mask=mask)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def local_mix_backward_kernel(
         gate = tl.sigmoid(u)
         dy = load_fp32(DY + here, mask)
         du = dy * gate * (1.0 + u * (1.0 - gate))
-        tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
+        tl.store(DU + here, du, mask=mask)
         dbias += du
 
         # The gradient of a tap is the sum over tokens of du times the neighbour that the tap reads.

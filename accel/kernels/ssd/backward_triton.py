@@ -144,9 +144,7 @@ def ssd_dx_kernel(
     # Add the part of the gradient that reaches x through the term D·x of y.
     g += dy.to(tl.float32) * tl.load(D + k)
     DX += b * dx_batch + k * P
-    tl.store(
-        DX + j[:, None] * dx_token + p[None, :], g.to(DX.dtype.element_ty), mask=inside[:, None]
-    )
+    tl.store(DX + j[:, None] * dx_token + p[None, :], g, mask=inside[:, None])
     x = load_fp32(X + j[:, None] * x_token + p[None, :], inside[:, None])
     tl.store(DD + (b * K + k) * tl.num_programs(0) + tile, tl.sum(x * dy.to(tl.float32)))
 
@@ -276,9 +274,8 @@ def ssd_ds_kernel(
     DS += b * 2 * L * L
     out = i[:, None] * L + j[None, :]
     mask = i_in[:, None] & j_in[None, :]
-    dtype = DS.dtype.element_ty
-    tl.store(DS + out, tl.where(lower, ds, 0.0).to(dtype), mask=mask)
-    tl.store(DS + out + L * L, tl.where(lower, 0.0, ds).to(dtype), mask=mask)
+    tl.store(DS + out, tl.where(lower, ds, 0.0), mask=mask)
+    tl.store(DS + out + L * L, tl.where(lower, 0.0, ds), mask=mask)
 
 
 @triton.jit

@@ -118,11 +118,7 @@ def ssd_read_kernel(
         out += read * load_or_zero(WEIGHTS + head * T + t, inside)[:, None]
         if OTHER is not None:
             tl.store(DOTS + head * T + t, tl.sum(read * other, 1), mask=inside)
-    tl.store(
-        OUT + here + t[:, None] * (K * P) + p[None, :],
-        out.to(OUT.dtype.element_ty),
-        mask=inside[:, None],
-    )
+    tl.store(OUT + here + t[:, None] * (K * P) + p[None, :], out, mask=inside[:, None])
 
 
 @triton.jit
@@ -157,9 +153,7 @@ def ssd_groups_kernel(
         xw = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
         out = tl.dot(xw, state_t, out, input_precision=PRECISION)
     here = OUT + s * T * 2 * N + direction * N
-    tl.store(
-        here + t[:, None] * (2 * N) + n[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None]
-    )
+    tl.store(here + t[:, None] * (2 * N) + n[None, :], out, mask=inside[:, None])
 
 
 def choose_configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[int, int, int]:

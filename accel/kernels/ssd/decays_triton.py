@@ -152,7 +152,7 @@ def ssd_decays_backward_kernel(
     grad_raw = tl.where(mask, grad_raw, 0.0)
 
     out = b * ddt_batch + token[:, None] * ddt_token + direction * K + k[None, :]
-    tl.store(DDT + out, grad_raw.to(DDT.dtype.element_ty), mask=mask)
+    tl.store(DDT + out, grad_raw, mask=mask)
     dA_log = tl.where(mask, da * A[None, :] * step, 0.0)
     all_pieces = tl.num_programs(0) // tl.cdiv(K, BLOCK_K)
     totals = TOTALS + (piece * 2 + direction) * K + k

@@ -157,7 +157,7 @@ def ssd_kernel(
 
     y += x.to(tl.float32) * tl.load(D + k)
     out = i[:, None] * (K * P) + p[None, :]
-    tl.store(Y + b * L * K * P + k * P + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
+    tl.store(Y + b * L * K * P + k * P + out, y, mask=inside[:, None])
 
     # If a gate is given, apply gate and norm while y is still in registers.
     if H is not None:

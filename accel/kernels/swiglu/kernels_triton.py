@@ -39,7 +39,7 @@ def swiglu_kernel(JOINED, OUT, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLO
     r, c, mask = locate_tile(rows, H, BLOCK_R, BLOCK_H)
     gate = load_fp32(JOINED + r * (2 * H) + c, mask)
     value = load_fp32(JOINED + r * (2 * H) + H + c, mask)
-    tl.store(OUT + r * H + c, (gate * tl.sigmoid(gate) * value).to(OUT.dtype.element_ty), mask=mask)
+    tl.store(OUT + r * H + c, gate * tl.sigmoid(gate) * value, mask=mask)
 
 
 @triton.jit
@@ -52,9 +52,8 @@ def swiglu_backward_kernel(
     dh = load_fp32(DH + r * H + c, mask)
     sigmoid = tl.sigmoid(gate)
     dgate = dh * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    dtype = DJOINED.dtype.element_ty
-    tl.store(DJOINED + r * (2 * H) + c, dgate.to(dtype), mask=mask)
-    tl.store(DJOINED + r * (2 * H) + H + c, (dh * gate * sigmoid).to(dtype), mask=mask)
+    tl.store(DJOINED + r * (2 * H) + c, dgate, mask=mask)
+    tl.store(DJOINED + r * (2 * H) + H + c, dh * gate * sigmoid, mask=mask)
 
 
 def plan_launch(joined: Tensor) -> tuple[int, dict[str, int], tuple[int]]:
