@@ -248,7 +248,7 @@ def launch_forward(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
     """Launches the forward kernel without gate and norm; returns y (B, L, K, P)."""
-    return launch(x, steps, sums, B_in, C_out, D, None, None, 0.0)[0]
+    return launch_gated(x, steps, sums, B_in, C_out, D, None, None, 0.0)[1]
 
 
 def launch_gated(
@@ -258,30 +258,12 @@ def launch_gated(
     B_in: Tensor,
     C_out: Tensor,
     D: Tensor,
-    z: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Launches the forward kernel with gate and norm; returns the gated and normed y, and y itself,
-    both (B, L, K, P)."""
-    y, h = launch(x, steps, sums, B_in, C_out, D, z, norm_weight, eps)
-    assert h is not None
-    return h, y
-
-
-def launch(
-    x: Tensor,
-    steps: Tensor,
-    sums: Tensor,
-    B_in: Tensor,
-    C_out: Tensor,
-    D: Tensor,
     z: Tensor | None,
     norm_weight: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor | None]:
-    """Launches the forward kernel; returns y, and the gated and normed y (None if z is None), each
-    (B, L, K, P)."""
+) -> tuple[Tensor | None, Tensor]:
+    """Launches the forward kernel with gate and norm; returns the gated and normed y (None if z is
+    None), and y itself, each (B, L, K, P)."""
     y = x.new_empty(x.shape)
     h = None if z is None else x.new_empty(x.shape)
     z_strides = (0, 0) if z is None else (z.stride(0), z.stride(1))
@@ -303,4 +285,4 @@ def launch(
         **constants,
         EPS=eps,
     )
-    return y, h
+    return h, y
