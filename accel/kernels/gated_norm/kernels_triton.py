@@ -121,7 +121,7 @@ def choose_constants(y: Tensor, eps: float) -> dict[str, float | int]:
 
 def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     h = y.new_empty(y.shape)
-    strides = (z.stride(0), z.stride(1), y.shape[1], y.shape[2])
+    strides = (*z.stride()[:2], y.shape[1], y.shape[2])
     gated_norm_kernel[choose_grid(y)](y, z, weight, h, *strides, **choose_constants(y, eps))
     return h
 
@@ -134,7 +134,7 @@ def launch_backward(
     grid = choose_grid(y)
     dy = y.new_empty(y.shape)
     sums = y.new_empty(y.shape[0], grid[0], y.shape[2], y.shape[3], dtype=torch.float32)
-    strides = (z.stride(0), z.stride(1), dz.stride(0), dz.stride(1), y.shape[1], y.shape[2])
+    strides = (*z.stride()[:2], *dz.stride()[:2], y.shape[1], y.shape[2])
     gated_norm_backward_kernel[grid](
         dh, y, z, weight, dy, dz, sums, *strides, **choose_constants(y, eps)
     )

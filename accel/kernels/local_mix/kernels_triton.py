@@ -190,7 +190,7 @@ def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: 
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, constants: dict[str, int], backwards: bool
 ) -> None:
-    strides = (x.stride(0), x.stride(1), y.stride(0), y.stride(1))
+    strides = (*x.stride()[:2], *y.stride()[:2])
     local_mix_kernel[choose_grid(x, BLOCK_L)](
         x, weight, bias, y, *strides, x.shape[2], BACKWARDS=backwards, **constants
     )
@@ -208,7 +208,7 @@ def launch_backward(
     taps = weight.shape[2] * weight.shape[3]
     sums = x.new_empty(batch, grid[0], taps + 1, dim, dtype=torch.float32)
     local_mix_backward_kernel[grid](
-        dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **(constants | SUMMING)
+        dy, x, weight, bias, du, sums, *x.stride()[:2], dim, **(constants | SUMMING)
     )
     launch(du, weight, bias, dx, constants, backwards=True)
     total = sums.sum((0, 1))

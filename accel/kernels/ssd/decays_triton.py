@@ -183,7 +183,7 @@ def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tu
     shape = choose_constants(heads, piece)
     steps, sums = (dt.new_empty(pieces, 2, heads, piece, dtype=torch.float32) for _ in range(2))
     grid = (pieces * triton.cdiv(heads, shape["BLOCK_K"]), 2)
-    strides = (dt.stride(0), dt.stride(1), length)
+    strides = (*dt.stride()[:2], length)
     ssd_decays_kernel[grid](dt, dt_bias, A_log, steps, sums, *strides, **shape, num_warps=WARPS)
     return steps, sums
 
@@ -199,7 +199,7 @@ def launch_backward(
     shape = choose_constants(heads, piece)
     totals = dsteps.new_empty(2, pieces, 2, heads)
     grid = (pieces * triton.cdiv(heads, shape["BLOCK_K"]), 2)
-    strides = (dt.stride(0), dt.stride(1), ddt.stride(0), ddt.stride(1), length)
+    strides = (*dt.stride()[:2], *ddt.stride()[:2], length)
     ssd_decays_backward_kernel[grid](
         dsteps, dsums, dt, dt_bias, A_log, ddt, totals, *strides, **shape, num_warps=WARPS
     )

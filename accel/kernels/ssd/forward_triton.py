@@ -234,14 +234,7 @@ def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str 
 def collect_strides(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
     """Returns the strides of the sample and token dimensions of x, B_in and C_out, in elements; the
     kernels take all other dimensions as contiguous."""
-    return (
-        x.stride(0),
-        x.stride(1),
-        B_in.stride(0),
-        B_in.stride(1),
-        C_out.stride(0),
-        C_out.stride(1),
-    )
+    return (*x.stride()[:2], *B_in.stride()[:2], *C_out.stride()[:2])
 
 
 def launch_forward(
@@ -266,7 +259,7 @@ def launch_gated(
     None), and y itself, each (B, L, K, P)."""
     y = x.new_empty(x.shape)
     h = None if z is None else x.new_empty(x.shape)
-    z_strides = (0, 0) if z is None else (z.stride(0), z.stride(1))
+    z_strides = (0, 0) if z is None else z.stride()[:2]
 
     constants = choose_constants("forward", x, B_in)
     ssd_kernel[(triton.cdiv(x.shape[1], constants["BLOCK"]), x.shape[2], x.shape[0])](
