@@ -242,7 +242,8 @@ def ssd_ds_kernel(
                 lower, sum_i[:, None] - sum_j[None, :], other_i[:, None] - other_i[None, :]
             )
             g = g * decay_of(exponent)
-            ds += g * tl.where(lower, step[None, :], other_step[None, :])
+            steps = tl.where(lower, step[None, :], other_step[None, :])
+            ds += g * steps
             g = g * scores
             tl.store(
                 COLUMNS + (head * tiles + i_tile) * L + j,
@@ -250,7 +251,7 @@ def ssd_ds_kernel(
                 mask=j_in,
             )
             tl.store(COLUMNS_BEHIND + head * L + j, tl.sum(tl.where(lower, 0.0, g), 0), mask=j_in)
-            g = g * tl.where(lower, step[None, :], other_step[None, :])
+            g = g * steps
             tl.store(
                 ROWS + (head * tiles + j_tile) * L + i,
                 tl.sum(tl.where(lower, g, 0.0), 1),
