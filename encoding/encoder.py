@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from common.output import Progress
 from common.text import format_bytes
 from encoding.caption_job import CaptionJob
 from encoding.decoding import BATCHES_AHEAD, Decoded, DecodedImages, make_decoding_loader
-from encoding.images import ImageEntry, ImageList, has_other_profile
+from encoding.images import ImageEntry, ImageList, has_other_profile, read_with_retries
 from encoding.job import NumberedImage, Plan
 from encoding.reuse import EarlierSet
 from encoding.shards import (
@@ -285,7 +285,10 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     each = f" for each of {plan.part.count} parts" if plan.part != WHOLE else ""
     out = encoder.out.absolute()
     folder = next(parent for parent in (out, *out.parents) if parent.exists())
-    others = sum(has_other_profile(entry) for _, entry in first)
+    others = 0
+    for _, entry in first:
+        with suppress(OSError):
+            others += has_other_profile(read_with_retries(entry), entry.key)
     profiles = (
         f"\n  {others} of the first {len(first)} images have another colour profile than sRGB: "
         f"they are {'converted' if cfg.convert_profile else 'read as sRGB'}"

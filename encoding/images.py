@@ -323,10 +323,10 @@ def find_conversion(image: Image.Image) -> Conversion:
     return None
 
 
-def has_other_profile(entry: ImageEntry) -> bool:
-    """Tells whether an image has another colour profile than sRGB, by which `decode_image` converts
-    it; false if it cannot be read."""
-    with suppress(Exception), open_image(read_with_retries(entry), entry.key) as image:
+def has_other_profile(content: bytes, key: str) -> bool:
+    """Tells whether an image, whose name is `key`, has another colour profile than sRGB, by which
+    `decode_image` converts it; false if it cannot be opened."""
+    with suppress(Exception), open_image(content, key) as image:
         return find_conversion(image) is not None
     return False
 

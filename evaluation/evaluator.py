@@ -89,9 +89,11 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     # Hash the bytes of all images, not only names and sizes: a file of the same name and size may
     # hold another image.
     digest = hashlib.sha256()
+    converted = False
     for entry in entries:
-        digest.update(hashlib.sha256(read_with_retries(entry)).digest())
-    converted = any(map(has_other_profile, entries))
+        content = read_with_retries(entry)
+        digest.update(hashlib.sha256(content).digest())
+        converted = converted or has_other_profile(content, entry.key)
 
     def read_batches(wanted: range) -> Images:
         dataset = DecodedImages(entries[wanted.start : wanted.stop], side)

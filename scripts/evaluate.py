@@ -169,7 +169,7 @@ def evaluate_weights(
 
     parts = next(iter(protocols)) + "".join(job.streams)
     chunks = job.run(Path(f"{parts}.parts"), reference_protocol, measure)
-    results: dict[str, dict[str, Any]] = {}
+    results = {}
     for suffix, (out, protocol) in zip(job.streams, protocols.items(), strict=True):
         if ranks.first:
             results[out] = summarise(chunks, suffix, evaluator, originals) | {
