@@ -2,7 +2,6 @@
 sentence, in 1 GiB and 5 s."""
 
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 import train
 from common.config.compose import compose
 from common.distributed.exit import run_app
+from common.files import read_object
 from common.trees import list_nodes
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
@@ -47,7 +47,7 @@ def break_set(draw, folder):
     shards = [("train", 8, 0), ("train", 5, 1), ("held_out", 6, 2)]
     parts = [(split, draw_random_samples(count, seed, (2, 2, 2))) for split, count, seed in shards]
     save_latent_set(folder, parts)
-    tree = json.loads((folder / "manifest.json").read_text())
+    tree = read_object(folder / "manifest.json")
     if draw(st.booleans()):
         tree = mutate_tree(draw, tree)
     else:

@@ -1,6 +1,5 @@
 """Steps that go wrong: not finite, spikes, out of memory."""
 
-import json
 from functools import partial
 from unittest.mock import Mock
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from common.config.compose import report_user_errors
+from common.files import read_object
 from common.trees import flatten
 from data.digits import DigitLatents
 from tests.harness.outcomes import are_equal, list_checkpoints, read_columns, read_lines
@@ -104,7 +104,7 @@ def test_a_burst_stops_the_run(run, tmp_path, monkeypatch):
     )
     with expect_refusal(sentence):
         run(*TWENTY_STEPS, "log_every=0", "guards.max_skipped_in_row=4")
-    dump = json.loads((tmp_path / "run" / "dumps" / "step-10.json").read_text())
+    dump = read_object(tmp_path / "run" / "dumps" / "step-10.json")
     assert [sample["position"] for sample in dump["samples"]] == list(range(72, 80))
     assert {sample["loss"] for sample in dump["samples"]} == {"nan"}
     assert dump["blocks"]["blocks.0"]["gradient_norm"] == "nan"

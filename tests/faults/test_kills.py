@@ -1,11 +1,11 @@
 """SIGKILL at any moment, and the same command again: the bits of an undisturbed run."""
 
-import json
 import random
 from itertools import count
 
 import pytest
 
+from common.files import read_object
 from tests.harness.captions import save_captioned_set
 from tests.harness.outcomes import assert_newest_loads, assert_tidy, list_checkpoints, read_outcome
 from tests.harness.sets import save_random_set
@@ -107,7 +107,7 @@ def test_kills_at_random(ranks, kills, words, zygote, run_whole, tmp_path, recor
         words.append(f"data.path={save(tmp_path / 'set', 45, held_out=4)}")
     undisturbed = run_whole(*words, ranks=ranks)
     expected = read_outcome(undisturbed)
-    summary = json.loads((undisturbed / "summary.json").read_text())
+    summary = read_object(undisturbed / "summary.json")
     longest = summary["train_seconds"] + summary["maintenance_seconds"]
     draw = random.Random(kills)
     plan = ({"after_seconds": draw.uniform(0.0, longest), "kill_rank": i % ranks} for i in count())

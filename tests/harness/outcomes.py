@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.distributed.ranks import Ranks
+from common.files import read_object, write_json
 from common.trees import flatten
 from training.checkpoint.files import assemble_state
 from training.checkpoint.load import find_damage, list_complete, read_state_file
@@ -130,12 +131,12 @@ def copy_until(run: Path, folder: Path, step: int) -> Path:
 def seal_checkpoint(folder: Path) -> None:
     """Makes the sizes and hashes of a checkpoint's manifest those of its files."""
     file = folder / "manifest.json"
-    manifest = json.loads(file.read_text())
+    manifest = read_object(file)
     for name in manifest["files"]:
         content = (folder / name).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         manifest["files"][name] = {"bytes": len(content), "sha256": sha256}
-    file.write_text(json.dumps(manifest))
+    write_json(file, manifest)
 
 
 def assert_newest_loads(folder: Path) -> None:

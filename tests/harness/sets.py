@@ -2,7 +2,6 @@
 pairs of choices."""
 
 import io
-import json
 import tarfile
 import time
 from contextlib import suppress
@@ -15,6 +14,7 @@ from PIL import Image
 
 from accel.saved_tensors import count_saved
 from common.condition import Condition
+from common.files import read_object, write_json
 from data.loader import Batch
 from data.manifest import Manifest
 from encoding.shards import ShardWriter
@@ -241,7 +241,7 @@ def flip_byte(file, place=-1):
 
 def edit_manifest(folder, **changes):
     file = folder / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    write_json(file, read_object(file) | changes)
 
 
 def match(samples, expected, tolerance=1e-5):

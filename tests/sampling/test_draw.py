@@ -1,13 +1,12 @@
 """Samples by the thousand: formats, chunks that survive a kill, and shares of processes."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from common.distributed.ranks import SINGLE, Ranks
+from common.files import read_object
 from sampling.draw import ResumableChunks
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.harness.draws import draw_samples, make_job
@@ -37,7 +36,7 @@ def test_an_npz_has_labels_a_grid_and_a_description(drawn):
     assert grid.shape[0] == 10 * 40
     assert (grid[:, : -4 * 40] < 128).any()
     settings = {"count": 1100, "solver": "heun", "steps": 2, "labels": "balanced"}
-    assert settings.items() <= json.loads(drawn.with_suffix(".json").read_text()).items()
+    assert settings.items() <= read_object(drawn.with_suffix(".json")).items()
     assert not list(drawn.parent.glob("*.parts"))
 
 

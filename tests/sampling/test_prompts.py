@@ -1,6 +1,5 @@
 """Samples from prompts: a prompt is text, and its encoder the one that encoded the captions."""
 
-import json
 import shutil
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 
 from common.config.compose import compose, parse_words
 from common.distributed.ranks import SINGLE
+from common.files import read_object, write_json
 from evaluation.clip import ClipScore
 from models.text import TextEmbedding
 from sampling.draw import DrawConfig, SampleJob
@@ -68,7 +68,7 @@ def draw(run, out, *words):
     words = [f"run_dir={run}", f"out={out}", "count=6", "batch_size=4", "steps=2", *words]
     file = sample_run(parse_words(SampleConfig, words, ""))
     with np.load(file) as arrays:
-        facts = json.loads(file.with_suffix(".json").read_text())
+        facts = read_object(file.with_suffix(".json"))
         return arrays["arr_0"], arrays["labels"].tolist(), facts
 
 
@@ -190,7 +190,7 @@ def clip(tmp_path_factory):
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     torch.manual_seed(0)
     transformers.CLIPModel(config).save_pretrained(folder)
-    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    write_json(folder / "vocab.json", {word: i for i, word in enumerate(words)})
     (folder / "merges.txt").write_text("#version: 0.2\n")
     tokenizer = transformers.CLIPTokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
     tokenizer.save_pretrained(folder)

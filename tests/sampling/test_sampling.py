@@ -1,7 +1,6 @@
 """Solvers, numbered samples, labels and the runtime of a run."""
 
 import dataclasses
-import json
 import math
 import shutil
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.files import read_object
 from data.resident import ChunkedSet
 from data.spec import LatentSpec
 from models.requested_conditions import find_class_numbers, pair_conditions
@@ -178,7 +178,7 @@ def test_names_are_drawn_and_recorded(trained, tmp_path):
     assert make_job(trained, "labels=['7',3]").describe_protocol()["labels"] == [7, 3]
     npz = draw_samples(trained, tmp_path / "named", labels=["7", 3, 5], count=2)
     assert np.load(npz)["labels"].tolist() == [7, 3]
-    assert json.loads((tmp_path / "named.json").read_text())["classes"] == {"3": "3", "7": "7"}
+    assert read_object(tmp_path / "named.json")["classes"] == {"3": "3", "7": "7"}
 
 
 @pytest.mark.fault(

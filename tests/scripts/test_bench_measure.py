@@ -1,7 +1,6 @@
 """Measurements of the benchmarks, at their tiny size."""
 
 import gc
-import json
 import re
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from accel.stack import TECHNIQUES
 from accel.techniques.compilation import Compile
 from common.config.compose import compose
+from common.files import read_object
 from scripts.bench import TABLES, data, kernels, measure
 from scripts.bench.cases import SETTINGS, Case, plan_job
 from scripts.bench.measure import measure_case
@@ -79,7 +79,7 @@ def test_the_compiled_model_stands_beside_its_blocks(tmp_path, monkeypatch):
 
 def test_a_profile_has_a_trace(tmp_path):
     entry = measure_tiny("profile", tmp_path / "new")["profile"]
-    trace = json.loads((tmp_path / "new" / entry["trace"]).read_text())["traceEvents"]
+    trace = read_object(tmp_path / "new" / entry["trace"])["traceEvents"]
     assert "aten::mm" in {event.get("name") for event in trace}
 
 

@@ -1,7 +1,6 @@
 """Exported models: a file of code that needs none of ours, and equal bits in diffusers."""
 
 import dataclasses
-import json
 import os
 import re
 import runpy
@@ -16,7 +15,7 @@ from diffusers import AutoencoderTiny
 from safetensors.torch import save_file
 
 from common.config.compose import compose
-from common.files import ROOT
+from common.files import ROOT, read_object
 from models.autoencoders import DiffusersAutoencoder
 from sampling.load import load_run
 from scripts.export.__main__ import ExportConfig, Format, export
@@ -79,7 +78,7 @@ def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(name, tmp_path
 
 
 def read_latents(folder):
-    return json.loads((folder / "transformer" / "config.json").read_text())["latents"]
+    return read_object(folder / "transformer" / "config.json")["latents"]
 
 
 def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path):
@@ -215,7 +214,7 @@ def test_the_autoencoder_may_stay_where_it_is(changes, includable, called, tmp_p
     of diffusers."""
     monkeypatch.setattr("scripts.export.folder.can_be_included", lambda _: includable)
     folder = export_to(tmp_path / "out", weights=import_shape("sit", tmp_path), **changes)
-    assert json.loads((folder / "model_index.json").read_text())["vae"] == [None, None]
+    assert read_object(folder / "model_index.json")["vae"] == [None, None]
     assert not (folder / "vae").exists()
     assert read_latents(folder)["autoencoder"] == "vae"
     assert called in (folder / "README.md").read_text()

@@ -1,6 +1,5 @@
 """Pages and tables: a result replaces "not measured" where it exists; twice is as once."""
 
-import json
 import re
 import shutil
 from itertools import chain
@@ -14,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.stack import TECHNIQUES
-from common.files import ROOT
+from common.files import ROOT, read_object, write_json
 from common.text import format_table
 from models.mixers.attention import Attention
 from scripts.bench import TABLES, publish
@@ -57,7 +56,7 @@ def add_results(root, *results):
         for number, result in enumerate(results):
             file = Path(folder) / result["benchmark"] / f"{number}.json"
             file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(result))
+            write_json(file, result)
         publish.publish([Path(folder)], root)
 
 
@@ -118,7 +117,7 @@ def test_a_result_replaces_not_measured_where_it_exists_and_twice_is_as_once(
     shown += ["n = 5", "25.0%", "3.00", "    python -m scripts.bench ladder setting=s256 name="]
     shown.append("mamba: ['model=mamba_xs'] ('h100', 9.0)")
     assert not [part for part in shown if part not in text]
-    figures = json.loads((pages / "h100/ladder_s256.json").read_text())
+    figures = read_object(pages / "h100/ladder_s256.json")
     assert [rung["name"] for rung in figures["cases"]] == ["+ tf32", "+ bf16"]  # as planned
     text = (pages / "README.md").read_text()
     links = ["h100.md#mixers-b256", "h100.md#ladder-s256", "h100.md#step"]

@@ -1,6 +1,5 @@
 """The runner of the benchmarks loses no result, whatever happens to a case, a child or a queue."""
 
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.files import ROOT
+from common.files import ROOT, read_object, write_json
 from scripts.bench import TABLES, publish, queue, runner
 from scripts.bench.cases import COMMANDS
 from scripts.bench.queue import GpuConfig, plan_jobs, run_queue
@@ -44,7 +43,7 @@ def run_all(job, folder, again=None, **more):
 
 def read_results(folder):
     """Content of each file of results, by name."""
-    return {file.name: json.loads(file.read_text()) for file in folder.glob("step_tiny/*.json")}
+    return {file.name: read_object(file) for file in folder.glob("step_tiny/*.json")}
 
 
 @pytest.mark.slow
@@ -124,7 +123,7 @@ def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkey
     job = planted.plan_job(value)
     other = job._replace(cfg=replace(job.cfg, steps=7))
     run_all(job, tmp_path)
-    ((_, result),) = read_results(tmp_path).items()
+    (result,) = read_results(tmp_path).values()
     runs = Runner(tmp_path, machine=result["environment"])
     assert runs.find_result(job, job.cases[0])
     assert not runs.find_result(other, job.cases[0])
@@ -133,7 +132,7 @@ def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkey
     # Other code measures again, and replaces the result.
     monkeypatch.setattr(runner, "hash_code", lambda words: "other code")
     run_all(job, tmp_path)
-    ((_, result),) = read_results(tmp_path).items()
+    (result,) = read_results(tmp_path).values()
     assert result["environment"]["code"] == "other code"
 
 
@@ -148,7 +147,7 @@ def test_the_order_is_by_need(tmp_path, monkeypatch):
         environment = {"code": "old" if number < 4 else "new", "date": f"2026-11-2{9 - number}"}
         file = runs.find_file(job, case)
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps({"entry": entry, "environment": environment}))
+        write_json(file, {"entry": entry, "environment": environment})
     tasks = [(job, case) for case in job.cases]
     for again, expected in ((None, "0231"), ("failed", "04231"), ("all", "042315")):
         assert [case.name[-1] for _, case in runs.order(tasks, again)] == list(expected), again
@@ -233,7 +232,7 @@ def test_a_killed_queue_goes_on_in_another_clone_two_commits_later(tmp_path):
     for pid in pids:
         wait_until_dead(int(pid))
     with publish.open_results(archive) as folder:
-        kept = {json.loads(f.read_text())["entry"]["name"] for f in folder.glob("*/*.json")}
+        kept = {read_object(f)["entry"]["name"] for f in folder.glob("*/*.json")}
     assert len(kept) >= 3
 
     clone = tmp_path / "clone"
@@ -259,7 +258,7 @@ def test_a_killed_queue_goes_on_in_another_clone_two_commits_later(tmp_path):
 def test_the_tiny_queue_measures_all_of_its_cases(tmp_path, capsys):
     run_queue([f"out={tmp_path}", "setting=tiny", "seconds=36000"])
     assert "nothing remains" in capsys.readouterr().out
-    results = [json.loads(file.read_text()) for file in tmp_path.glob("*/*.json")]
+    results = [read_object(file) for file in tmp_path.glob("*/*.json")]
     names = {result["benchmark"] for result in results}
     assert names == {job.cfg.name for job in plan_jobs(GpuConfig(setting="tiny"))}
     assert not [result["entry"] for result in results if "error" in result["entry"]]

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from common.config.compose import compose, to_yaml
-from common.files import hash_file
+from common.files import hash_file, read_object, write_json
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
@@ -58,7 +58,7 @@ DEFAULTS = compose([]).source
 
 
 def edit_json(file, changes):
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    write_json(file, read_object(file) | changes)
 
 
 def plant_metrics(folder):
@@ -84,7 +84,7 @@ def folder(tmp_path):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(content)
     weights = {"file": "/x/mine", "sha256": "mine", "kind": "ema", "step": 100}
-    measured = json.loads((folder / "fd_protocol.json").read_text()) | {"weights": weights}
+    measured = read_object(folder / "fd_protocol.json") | {"weights": weights}
     edit_json(folder / "evaluation/final.json", {"protocol": measured})
     save_file({"w": torch.zeros(30, 50)}, folder / "checkpoints/step-100/ema.safetensors")
     changes = {"run_dir": "/x", "batch_size": 32, "init_from": EVIL}
@@ -245,9 +245,9 @@ def test_missing_parts_are_a_sentence(folder):
 
 
 def test_evaluations_by_two_protocols_stand_apart(folder):
-    again = json.loads((folder / "evaluation/final.json").read_text())
+    again = read_object(folder / "evaluation/final.json")
     again["protocol"]["steps"] = 50
-    (folder / "evaluation/later.json").write_text(json.dumps(again))
+    write_json(folder / "evaluation/later.json", again)
     page, card = read_report(run_dir=folder)
     tables = cut_section(page, "evaluations").split("<summary>Protocol</summary>")
     steps = ["<td>" + n + "</td>" for n in ("20", "50")]

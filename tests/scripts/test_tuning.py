@@ -10,6 +10,7 @@ import pytest
 from accel.trial.contest import make_ledger_row
 from common.config.compose import compose
 from common.distributed.ranks import SINGLE
+from common.files import read_object, write_json
 from scripts.plan import tune as tuner
 from scripts.plan.__main__ import main
 from scripts.plan.memory import forecast
@@ -52,7 +53,7 @@ def try_only(monkeypatch, *steps):
 
 def save_choice(folder, changes):
     choice = {"words": tuner.describe_changes(changes), "changes": changes, "tried": []}
-    (folder / tune.TUNING_FILE).write_text(json.dumps(choice))
+    write_json(folder / tune.TUNING_FILE, choice)
     return folder / tune.TUNING_FILE
 
 
@@ -218,11 +219,11 @@ def test_a_run_that_cannot_be_tuned_is_refused(word, sentence):
 def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path):
     words = [*TINY_SYNTHETIC, *TINY_RUN, "runtime=auto", f"run_dir={tmp_path}"]
     file = save_choice(tmp_path, HALVES)
-    choice = json.loads(file.read_text())
+    choice = read_object(file)
     for samples in (16, 32):
         row = train(compose([*words, f"total_samples={samples}"]))["ledger"]["trials"]
         assert row["active"] == "accumulation_steps=2"
-    assert json.loads(file.read_text()) == choice
+    assert read_object(file) == choice
 
 
 def test_tune_writes_a_runtime_file(tmp_path, monkeypatch, capsys):

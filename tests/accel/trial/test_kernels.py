@@ -14,7 +14,7 @@ from accel.techniques.fused_kernels import FusedKernel
 from accel.trial import contest, kernels
 from accel.trial.kernels import Contest, choose_kernels, judge, merge_findings
 from common.config.compose import compose
-from common.files import ROOT
+from common.files import ROOT, read_object, write_json
 from scripts import doctor
 from tests.harness.planted_models import PlantedModel
 from tests.harness.proofs import FAST, GOOD, REFUSED, make_stack, plant_findings, prove_scan
@@ -154,7 +154,7 @@ def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trial
 
 def write_choice(folder, choice):
     folder.mkdir(exist_ok=True)
-    (folder / kernels.KERNELS_FILE).write_text(json.dumps(choice))
+    write_json(folder / kernels.KERNELS_FILE, choice)
     return folder
 
 
@@ -186,7 +186,7 @@ def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path):
     stop = patch.object(Training, "warm_up", side_effect=ZeroDivisionError)
     with stop, pytest.raises(ZeroDivisionError):
         train(compose(words))
-    choice = json.loads((folder / kernels.KERNELS_FILE).read_text())
+    choice = read_object(folder / kernels.KERNELS_FILE)
     assert choice["chosen"] == {"fused_scan": True}
     write_choice(folder, choice | {"chosen": {"fused_scan": False}})
     row = train(compose(words))["ledger"]["fused_scan"]

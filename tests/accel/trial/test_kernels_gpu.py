@@ -1,12 +1,11 @@
 """Kernels prove themselves on a GPU; `pytest -m gpu` runs these tests."""
 
-import json
-
 import pytest
 import torch
 
 from accel.trial import kernels
 from common.config.schema import KERNEL_KEYS
+from common.files import read_object
 from tests.harness.steps import read_ledger, tiny_training
 
 pytestmark = pytest.mark.gpu
@@ -67,5 +66,5 @@ def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
 def test_a_captured_run_chooses_before_its_capture(run, tmp_path):
     summary = run("runtime=max", "runtime.device=cuda")
     assert summary["ledger"]["cuda_graph"]["active"] is True
-    chosen = json.loads((tmp_path / "run" / kernels.KERNELS_FILE).read_text())["chosen"]
+    chosen = read_object(tmp_path / "run" / kernels.KERNELS_FILE)["chosen"]
     assert {key: summary["ledger"][key]["active"] for key in chosen} == chosen

@@ -1,8 +1,6 @@
 """Kernels prove themselves in a separate process before a run launches them; here, operators with
 faults."""
 
-import json
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from accel.trial.kernels import Contest
 from accel.trial.parity import ComparingMode
 from accel.trial.uses import record_uses
 from common import workers
+from common.files import read_object
 from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.planted_models import PlantedModel
 from tests.harness.proofs import GOOD, make_stack, make_use, plant_findings, prove_scan
@@ -110,7 +109,7 @@ def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path)
     words = [*FOUR_STEPS, "runtime.fused_conv=auto", "runtime.fused_scan=false"]
     environment = {"KERNELS_ON_RANK": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert zygote(tmp_path / "run", *words, ranks=2, environment=environment) == [0, 0]
-    row = json.loads((tmp_path / "run" / "ledger.json").read_text())["fused_conv"]
+    row = read_object(tmp_path / "run" / "ledger.json")["fused_conv"]
     assert row["active"] is False
     assert "ended with code 1" in row["evidence"]
     assert "in its parity test" in row["evidence"]

@@ -1,12 +1,12 @@
 """Muon: which rows of which weights it takes, what a step computes, and what the ledger says."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.files import read_object
 from models.adapters import Lora, attach
 from models.block import GeluMLP
 from models.mixers.attention import Attention
@@ -209,7 +209,7 @@ def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_ranks, sing
     folder = tmp_path / "run"
     run_ranks(folder, *WORDS, *words, ranks=ranks)
     assert_equal_runs(folder, single)
-    row = json.loads((folder / "ledger.json").read_text())["optim"]
+    row = read_object(folder / "ledger.json")["optim"]
     assert "orthogonal in 2 of 2 shapes" in row["evidence"]
 
 
