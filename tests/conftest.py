@@ -96,6 +96,12 @@ def quick_compiler(monkeypatch):
 
 
 @pytest.fixture
+def inductor(monkeypatch):
+    """Compiles with Inductor, also where `quick_compiler` is in use."""
+    monkeypatch.setattr(Compile, "backend", "inductor")
+
+
+@pytest.fixture
 def any_precision(monkeypatch):
     allow_any_precision(monkeypatch)
 

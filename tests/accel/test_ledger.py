@@ -12,7 +12,6 @@ from accel.counted_rows import AdapterGradients, OptimizerState
 from accel.evidence import BlockProbe
 from accel.ledger import NO_GPU, UNUSED, Ledger, LedgerRow
 from accel.stack import TECHNIQUES
-from accel.techniques.compilation import Compile
 from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from tests.harness.steps import (
     checkpoint_values,
@@ -76,8 +75,7 @@ def test_micro_batches_are_all_looked_at():
 
 
 @pytest.mark.gpu
-def test_flex_and_the_kernels_of_inductor_are_seen_in_every_block(monkeypatch):
-    monkeypatch.setattr(Compile, "backend", "inductor")
+def test_flex_and_the_kernels_of_inductor_are_seen_in_every_block(inductor):
     values = {"attention": "flex", "compile": True, "precision": "bf16"}
     rows = ledger_of("dit", device=CUDA, **values)
     assert {key: rows[key].active for key in values} == values
@@ -191,8 +189,7 @@ def test_a_stream_rounded_between_two_blocks_is_seen(monkeypatch):
     assert ledger_of("dit", precision="bf16")["residual_in_fp32"].missing
 
 
-def test_graphs_that_inductor_did_not_make_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(Compile, "backend", "inductor")
+def test_graphs_that_inductor_did_not_make_are_not_compiled(inductor):
     training = tiny_training("dit", **COMPILED)
     for block in training.model.blocks:
         block.compile(backend="eager")

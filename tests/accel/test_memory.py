@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from accel import composite_optimizer as members
-from accel import saved_tensors
 from accel.techniques import offload_optimizer
-from accel.techniques.offload_activations import OffloadActivations
-from accel.techniques.offload_optimizer import OffloadOptimizer
 from common.config.compose import compose
 from tests.harness.outcomes import are_equal, read_outcome
 from tests.harness.refusals import expect_refusal
@@ -20,7 +17,7 @@ from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import read_ledger, tiny_training
 from training.preflight.memory import count_lasting_bytes
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
+pytestmark = pytest.mark.usefixtures("quick_compiler", "any_precision", "techniques_of_a_gpu")
 FORMS = {
     "optim=adamw_8bit": "8bit",
     "optim=adamw_4bit": "4bit",
@@ -46,14 +43,6 @@ WAYS = [
 ]
 LONGER = {*FORMS, "runtime.offload_optimizer=true runtime.fused_adamw=true"} - {"optim=adamw_fp8"}
 SHORT = ["model=dit_s", "runtime=eager", "save_every=2"]
-
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    """Lets a CPU offload tiny tensors, which it copies like a GPU."""
-    for kind in (OffloadOptimizer, OffloadActivations):
-        monkeypatch.setattr(kind, "find_obstacle", lambda self: None)
-    monkeypatch.setattr(saved_tensors, "MIN_MOVED_BYTES", 1024)
 
 
 training_of = partial(tiny_training, "dit")

@@ -120,8 +120,7 @@ def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, mo
     assert word in Precision(name, CPU).find_obstacle()
 
 
-def test_compiling_without_a_compiler_is_refused(monkeypatch):
-    monkeypatch.setattr(Compile, "backend", "inductor")
+def test_compiling_without_a_compiler_is_refused(inductor, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert "C++ compiler" in Compile(True, CPU).find_obstacle()
 
@@ -241,12 +240,6 @@ def test_a_mistake_of_the_user_is_no_compiler_failure():
 
 
 # The real compiler.
-
-
-@pytest.fixture
-def inductor(monkeypatch):
-    monkeypatch.setattr(Compile, "backend", "inductor")
-    torch._dynamo.reset()
 
 
 def fail_assertion(*arguments):

@@ -11,7 +11,7 @@ from accel.evidence import Evidence
 from accel.stack import TECHNIQUES
 from accel.techniques.fused_kernels import FusedKernel
 from accel.techniques.offload_activations import OffloadActivations
-from accel.techniques.offload_optimizer import MIN_OFFLOADED_ELEMENTS, HostState, OffloadOptimizer
+from accel.techniques.offload_optimizer import MIN_OFFLOADED_ELEMENTS, HostState
 from accel.techniques.parallel import DataParallel
 from accel.techniques.weights import RoundedUpdate
 from accel.update_probe import Update
@@ -174,11 +174,9 @@ SPENT = [
 ]
 
 
-@pytest.mark.usefixtures("quick_compiler", "any_precision")
+@pytest.mark.usefixtures("quick_compiler", "any_precision", "techniques_of_a_gpu")
 @pytest.mark.parametrize(("values", "spend"), SPENT, ids=lambda case: getattr(case, "__name__", ""))
 def test_what_is_done_and_thrown_away_is_not_on(values, spend, monkeypatch, tmp_path):
-    for kind in (OffloadOptimizer, OffloadActivations):
-        monkeypatch.setattr(kind, "find_obstacle", lambda self: None)
     key = key_of(values)
     words = [f"optim={values['optim']}"] if key == "optim" else []
     runtime = {name: value for name, value in values.items() if name not in ("optim", "adapter")}
