@@ -15,7 +15,6 @@ import pytest
 import torch
 from PIL import Image
 
-from accel.techniques.compilation import Compile
 from common.config.compose import compose, parse_words, parse_yaml
 from common.config.help import read_docstrings
 from common.files import ROOT
@@ -179,6 +178,13 @@ def run_module(name, words):
         assert all(file.is_file() for file in report(parse_words(ReportConfig, words, "")))
 
 
+def encode(words, resolution):
+    """Runs `python precompute_latents.py words` with the tiny autoencoder."""
+    given = [word for word in words if not word.startswith(("encoder", "resolution"))]
+    local = ["encoder=local", "encoder.path=vae", "min_psnr=-100", "num_workers=0"]
+    precompute(compose([*given, *local, f"resolution={resolution}"], "precompute_latents"))
+
+
 def run_training(words, number):
     """Runs `python train.py words` for two tiny steps; in `runs/<number>` if it names no folder."""
     words = [
@@ -196,13 +202,11 @@ def run_training(words, number):
     assert train(compose([*words, "save_every=1", "eval_every=1", "sample_every=0"]))["steps"] == 2
 
 
-def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
+def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys, quick_compiler):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Compile, "backend", "aot_eager")
     save_images(tmp_path / "photos", classes=("apple", "pear"), per_class=16)
     save_images(tmp_path / "ten", classes=("kiwi",), per_class=3)
     save_tiny_autoencoder("AutoencoderKL", tmp_path / "vae")
-    local = ["encoder=local", "encoder.path=vae", "resolution=32", "min_psnr=-100", "num_workers=0"]
     trained = 0
     for line in find_commands(*FOLLOWED):
         program, *words = shlex.split(line)
@@ -212,8 +216,7 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
         if {"--help", "--cfg"} & {*words} or "hydra/sweeper=search" in words:
             continue  # tests/common/test_config.py and tests/training/test_sweeps.py run these
         if program == "precompute_latents.py":
-            given = [word for word in words if not word.startswith("encoder=")]
-            precompute(compose([*given, *local], "precompute_latents"))
+            encode(words, 32)
         elif program == "train.py":
             run_training(words, trained)
             trained += 1
@@ -235,14 +238,12 @@ def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path, monkeypa
             file.with_suffix(".txt").write_text(f"a picture of {file.parent.name}\n")
     (tmp_path / "templates.txt").write_text("a photo of {}\n")
     save_tiny_autoencoder("AutoencoderKL", tmp_path / "vae")
-    local = ["encoder=local", "encoder.path=vae", "resolution=16", "min_psnr=-100", "num_workers=0"]
     for number, line in enumerate(find_commands(page)):
         program, *words = shlex.split(line)
         if program != "python" or words[0] == "emoji.py" or "scripts.bench" in words:
             check(line)
         elif words[0] == "precompute_latents.py":
-            given = [word for word in words[1:] if not word.startswith(("encoder", "resolution"))]
-            precompute(compose([*given, *local], "precompute_latents"))
+            encode(words[1:], 16)
         elif words[0] == "train.py":
             run_training(words[1:], number)
         elif words[1] == "scripts.verify_latents":
