@@ -59,6 +59,13 @@ def fill_zero_layers(model):
     return model
 
 
+def assert_every_parameter_matters(model, output):
+    """Runs the backward pass from an output, after which no gradient may be absent or zero."""
+    output.square().sum().backward()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
+    assert dead == []
+
+
 def make_inputs(model, batch=2):
     """Latents, times and labels for a denoiser, always the same."""
     generator = torch.Generator().manual_seed(1)
