@@ -27,15 +27,11 @@ from common.files import ROOT
 from common.require_python import STOPPED
 from common.trees import list_nodes
 from scripts.import_latents import ImportConfig
+from tests.harness.combinations import list_choices
 from tests.harness.commands import run_command
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_images
 from train import train
-
-
-def list_choices(group):
-    return sorted(file.stem for file in (CONF_FOLDER / group).glob("*.yaml"))
-
 
 TOGETHER = [
     ("data", "objective", "optim", "recipe", "logger"),
