@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 from multiprocessing import get_context
 from unittest.mock import DEFAULT, Mock
 
@@ -28,6 +27,7 @@ from tests.harness.limits import start_fork
 from tests.harness.outcomes import read_lines
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
+from tests.harness.zygote import find_free_port
 from train import train
 from training.drawing import SampleStream
 from training.inputs import build_loader
@@ -222,8 +222,7 @@ def evaluate_share(call):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_two_processes_come_to_the_same_figures(trained, whole, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port()
     calls = [(rank, port, tmp_path / "two", trained) for rank in (0, 1)]
     with get_context("fork").Pool(2) as pool:
         # one that fails ends the other, too

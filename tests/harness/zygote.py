@@ -132,6 +132,11 @@ def die_at(event: int, folder: str) -> None:
     sys.addaudithook(hook)
 
 
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def run_rank(attempt: Attempt, rank: int, port: int) -> None:
     """A training process; never returns."""
     from tests.harness import parallel_worker
@@ -167,9 +172,7 @@ def run_rank(attempt: Attempt, rank: int, port: int) -> None:
 def run(attempt: Attempt) -> list[int]:
     """Forks the processes, sends the signal, and waits; a process that fails takes the others
     along, as under torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     log = Path(f"{attempt.folder}.log")
     log.touch()
     due = watch(attempt, log.stat().st_size)

@@ -4,7 +4,6 @@ commands are understood. No engine runs here; the tests set the variables that i
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import yaml
 from common.config.compose import compose
 from common.files import ROOT
 from tests.harness.outcomes import FOUR_STEPS, read_columns
+from tests.harness.zygote import find_free_port
 
 SLURM = {
     "SLURM_JOB_NODELIST": "node[0-1]",
@@ -217,8 +217,7 @@ def test_a_lost_machine(tmp_path):
     """Two shells stand in for two machines of SkyPilot. One loses all its processes in the third
     step. Each machine that ends with an error is started again, as engines do."""
     save_program(tmp_path / ".venv/bin/python", f'exec {sys.executable} "$@"')
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port()
     script = read_yaml("sky/train.yaml")[0]["run"].replace("29500", str(port))
     script = script.replace("train.py", "-m tests.harness.parallel_worker")
     script = script.replace("is_host", "read_timeout=10,is_host")  # instead of a minute
