@@ -25,6 +25,7 @@ import accel.techniques.weights
 import models.mixers.attention
 from accel.kernels.registry import OPERATORS
 from accel.techniques.cuda_graph import CudaGraph
+from tests.harness.operators import as_tuple
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations with which the host reads a value of the device."""
@@ -155,13 +156,13 @@ class Launching(TorchDispatchMode):
             with self:
                 return operator.definition(*args)
         outputs = operator.kernel(*args)
-        self.calls.append((name, args, outputs if isinstance(outputs, tuple) else (outputs,)))
+        self.calls.append((name, args, as_tuple(outputs)))
         return outputs
 
 
 def run_backward(outputs):
     """Runs the backward pass from what an operator returned, with random gradients."""
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = as_tuple(outputs)
     torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 

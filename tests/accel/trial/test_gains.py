@@ -8,6 +8,7 @@ from accel.trial.kernels import Contest
 from common.files import ROOT, read_object
 from scripts.bench.floor import SUMS, Traffic
 from scripts.bench.kernels import SHAPES, draw_inputs, make_operators
+from tests.harness.operators import as_tuple
 from tests.harness.proofs import make_stack, make_use
 
 GAINS = read_object(ROOT / "accel" / "trial" / "gains.json")
@@ -24,8 +25,7 @@ def count_bytes(function, inputs):
     """Bytes that both passes of an operator move, and those of them that products and convolutions
     do."""
     with Traffic() as traffic:
-        outputs = function(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = as_tuple(function(*inputs))
         torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs])
     moved = traffic.bytes
     products = moved["convolution"] + moved["convolution_backward"] + moved[SUMS[1]]
