@@ -39,14 +39,17 @@ def make_alias(value):
     return value.detach() if isinstance(value, Tensor) else value
 
 
-class Recording(TorchDispatchMode):
-    """Records each operation with its inputs and outputs, as a capture does; raises where the host
-    reads a value."""
+class NotingMode(TorchDispatchMode):
+    """Notes operations in `calls`."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
-        """Operation, arguments, and its outputs in new memory."""
+
+
+class Recording(NotingMode):
+    """Records each operation with its inputs and its outputs in new memory, as a capture does;
+    raises where the host reads a value."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ in READS:
@@ -138,14 +141,9 @@ def pretend_graphs(monkeypatch):
     return streams
 
 
-class Launching(TorchDispatchMode):
-    """Runs the Triton launcher of each of our operators in place of its definition, on any
-    device."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-        """Operator, its arguments, its outputs."""
+class Launching(NotingMode):
+    """Runs the Triton launcher of each of our operators in place of its definition, on any device;
+    notes operator, arguments and outputs."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import is_fused
@@ -29,7 +28,13 @@ from common.distributed.ranks import SINGLE
 from common.files import ROOT
 from data.loader import Batch
 from data.spec import LatentSpec, TextSpec
-from tests.harness.pretended_gpu import always, pretend_compiler, pretend_device, pretend_launches
+from tests.harness.pretended_gpu import (
+    NotingMode,
+    always,
+    pretend_compiler,
+    pretend_device,
+    pretend_launches,
+)
 from tests.harness.steps import HEADS
 from training.assemble import Parts, build_stack, join_parts
 from training.weights.pretrained import build_on_meta
@@ -113,13 +118,9 @@ STEP_COUNT = 2
 # Steps.
 
 
-class Waits(TorchDispatchMode):
+class Waits(NotingMode):
     """Notes each place where the host reads a value of the device, or waits for a copy; the host
     then continues with a made-up value."""
-
-    def __init__(self):
-        super().__init__()
-        self.places = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -140,12 +141,12 @@ class Waits(TorchDispatchMode):
         return result
 
     def note(self, event):
-        """Adds the innermost file of this project, or of PyTorch's optimizers, to the places."""
+        """Adds the innermost file of this project, or of PyTorch's optimizers, to the calls."""
         files = [frame.filename for frame in traceback.extract_stack()]
         known = [file for file in files if "torch/optim/" in file or "site-packages" not in file]
         place = [file for file in known if file != __file__][-1]
         name = place.removeprefix(f"{ROOT}/").rpartition("site-packages/")[2]
-        self.places.append(f"{name} {event}")
+        self.calls.append(f"{name} {event}")
 
 
 def check_devices(func, args, kwargs):
@@ -232,7 +233,7 @@ def run_steps(words):
         state = tree_leaves(training.step.optimizer.state_dict()["state"])
         return {
             "fused": is_fused(training.step.optimizer),
-            "waits": waits.places,
+            "waits": waits.calls,
             "state": sorted({t.device.type for t in state if isinstance(t, Tensor)}),
         }
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.kernels.add_norm.operator import add_norm, fused_add_norm
 from accel.kernels.attention.qk_rope import fused_qk_rope
@@ -23,6 +22,7 @@ from tests.harness.operators import (
     run_both_ways,
     shorten_chunks,
 )
+from tests.harness.pretended_gpu import NotingMode
 from tests.harness.refusals import expect_refusal
 
 
@@ -42,12 +42,8 @@ def test_row_maps_are_gathers_left_out():
     assert torch.equal(h[:, h_rows], h_plain)
 
 
-class Recording(TorchDispatchMode):
+class Recording(NotingMode):
     """Notes each call of an operator of ours with its arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "fastlatent":
