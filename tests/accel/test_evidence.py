@@ -15,10 +15,7 @@ from accel.techniques.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
 from accel.techniques.fused_kernels import FusedScan, Proof
 from tests.harness.pretended_gpu import make_profiler_event
 from tests.harness.steps import checkpoint_values, make_call, tiny_training
-from tests.harness.words import CPU
-
-CUDA = torch.device("cuda")
-
+from tests.harness.words import CPU, CUDA
 
 # The probe.
 

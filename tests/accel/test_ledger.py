@@ -21,10 +21,9 @@ from tests.harness.steps import (
     read_ledger,
     tiny_training,
 )
-from tests.harness.words import slow
+from tests.harness.words import CUDA, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "any_precision")
-CUDA = torch.device("cuda")
 SELECTIVE = checkpoint_values("selective")
 COMPILED = compile_values("blocks")
 

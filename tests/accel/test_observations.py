@@ -23,9 +23,7 @@ from tests.harness.steps import (
     name_variant,
     tiny_training,
 )
-from tests.harness.words import CPU
-
-CUDA = torch.device("cuda")
+from tests.harness.words import CPU, CUDA
 
 
 @pytest.mark.parametrize(("saved", "on"), [(93, True), (200, False), (10, False)])

@@ -27,12 +27,10 @@ from tests.harness.steps import (
     read_ledger,
     tiny_training,
 )
-from tests.harness.words import CPU
+from tests.harness.words import CPU, CUDA
 from training.assemble import assemble
 from training.optim import muon
 from training.optim.muon import Muon
-
-CUDA = torch.device("cuda")
 
 
 def do_both(spent, used):

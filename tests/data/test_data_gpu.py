@@ -7,10 +7,9 @@ from torch.utils._pytree import tree_map_only
 
 from tests.harness.batches import LOADERS
 from tests.harness.sets import save_random_set
-from tests.harness.words import CPU
+from tests.harness.words import CPU, CUDA
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 every_kind = pytest.mark.parametrize("kind", LOADERS)
 
 

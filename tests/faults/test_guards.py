@@ -12,6 +12,7 @@ from common.trees import flatten
 from data.digits import DigitLatents
 from tests.harness.outcomes import are_equal, list_checkpoints, read_columns, read_lines
 from tests.harness.refusals import expect_refusal
+from tests.harness.words import CPU
 from training.assemble import Training
 from training.optim.spikes import SpikeGuard
 from training.step import TrainStep
@@ -133,7 +134,7 @@ def test_a_skipped_step_enters_no_mean(run, tmp_path, monkeypatch):
 def test_the_window_takes_finite_norms_only():
     """One NaN does not blind the guard, one spike does not either, and a lasting change of level is
     followed."""
-    guard = SpikeGuard(4.0, 16, torch.device("cpu"))
+    guard = SpikeGuard(4.0, 16, CPU)
     draw = torch.Generator().manual_seed(0)
     norms = [1.0 + 0.1 * torch.randn((), generator=draw) for _ in range(40)]
     assert all(bool(guard.admit(norm)) for norm in norms[:20])
@@ -146,7 +147,7 @@ def test_the_window_takes_finite_norms_only():
 
 
 def test_before_its_window_is_full_nothing_is_a_spike():
-    guard = SpikeGuard(1.0, 8, torch.device("cpu"))
+    guard = SpikeGuard(1.0, 8, CPU)
     assert all(bool(guard.admit(torch.tensor(10.0**i))) for i in range(8))
     # A checkpoint of a run without a guard has no window.
     guard.load_state_dict({})

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
 """Shrinks a model of any family."""

@@ -17,10 +17,9 @@ from tests.harness.steps import (
     name_variant,
     tiny_training,
 )
-from tests.harness.words import CPU
+from tests.harness.words import CPU, CUDA
 from training.state import load_weights
 
-CUDA = torch.device("cuda")
 pytestmark = pytest.mark.usefixtures("any_precision")
 EITHER_WAY = pytest.mark.parametrize("fused", [False, True])
 

@@ -15,9 +15,7 @@ from accel.machine import is_installed
 from accel.techniques import attention_backend
 from accel.techniques.attention_backend import FLASH, AttentionBackend
 from tests.harness.steps import assemble, make_call
-from tests.harness.words import CPU
-
-CUDA = torch.device("cuda")
+from tests.harness.words import CPU, CUDA
 
 
 class Handle:
