@@ -107,9 +107,14 @@ def any_precision(monkeypatch):
 
 
 @pytest.fixture
-def kernels_on_a_cpu(monkeypatch, tmp_path):
-    """Makes fused kernels available on a CPU, with an empty cache of their proofs."""
+def empty_cache(monkeypatch, tmp_path):
+    """An empty cache folder for one test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def kernels_on_a_cpu(monkeypatch, empty_cache):
+    """Makes fused kernels available on a CPU, with an empty cache of their proofs."""
     monkeypatch.setattr(FusedKernel, "find_obstacle", lambda self: None)
 
 

@@ -21,6 +21,7 @@ from train import train
 from training.inputs import foresee_latents
 from training.preflight import tune
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
 PLANTED = [
     "extensions=[tests]",
     *TINY_SYNTHETIC,
@@ -29,11 +30,6 @@ PLANTED = [
     "runtime=auto",
 ]
 HALVES = {"accumulation_steps": 2}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def make_search(cfg, seconds=3600.0):

@@ -8,7 +8,7 @@ from common.config.schema import KERNEL_KEYS
 from common.files import read_object
 from tests.harness.steps import read_ledger, tiny_training
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("empty_cache")]
 SCAN = ("fused_add_norm", "fused_scan", "fused_conv")
 USES = {
     "mamba": SCAN,
@@ -17,11 +17,6 @@ USES = {
     "conv": ("fused_add_norm", "fused_conv", "fused_swiglu"),
     "dit": ("fused_add_norm", "fused_swiglu", "fused_rope"),
 }
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def assemble_on_gpu(family="mamba", *words, **values):
