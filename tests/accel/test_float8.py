@@ -75,8 +75,7 @@ def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
 def test_tokens_that_are_no_multiple_are_padded():
     """The gradient of a weight sums over tokens; a GPU takes multiples of 16 only, and a CPU any
     number."""
-    words = ["data=synthetic", "data.height=6", "data.width=6"]
-    training = tiny_training("dit", *words, **EIGHT)
+    training = tiny_training("dit", "data=synthetic", "data.height=6", "data.width=6", **EIGHT)
     assert training.model.tokens == 9
     assert training.model.blocks[0].layers[1].w2.config.pad_inner_dim
     assert read_ledger(training)["precision"].active == "fp8"
@@ -171,8 +170,7 @@ def whole(tmp_path_factory):
 @HERE
 def test_a_run_that_is_resumed_ends_bit_for_bit_the_same(whole, tmp_path):
     folder = copy_until(whole, tmp_path / "resumed", 4)
-    summary = train(compose([*RUN, f"run_dir={folder}"]))
-    assert summary["ledger"]["precision"]["active"] == "fp8"
+    assert train(compose([*RUN, f"run_dir={folder}"]))["ledger"]["precision"]["active"] == "fp8"
     assert read_outcome(folder) == read_outcome(whole)
 
 

@@ -107,8 +107,7 @@ def test_a_selective_policy_that_keeps_other_results_is_not_on(saved, scope, mon
         return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
     monkeypatch.setattr("accel.techniques.gradient_checkpointing.decide", decide)
-    row = ledger_of("dit", **SELECTIVE, **compile_values(scope))["gradient_checkpointing"]
-    assert row.missing
+    assert ledger_of("dit", **SELECTIVE, **compile_values(scope))["gradient_checkpointing"].missing
 
 
 def test_a_weight_that_is_multiplied_in_fp32_by_another_operation_is_named():

@@ -66,8 +66,7 @@ def plain_losses():
     "way", [pytest.param(w, marks=[pytest.mark.slow] * (w in LONGER)) for w in WAYS]
 )
 def test_a_resumed_run_ends_bit_for_bit_the_same(way, run, tmp_path):
-    words = split_way(way)
-    common = [*SHORT, *words, "deterministic=true", "total_samples=32"]
+    common = [*SHORT, *split_way(way), "deterministic=true", "total_samples=32"]
     whole = tmp_path / "whole"
     run(*common, "keep_checkpoints=9", folder="whole")
     run(*common, f"resume={whole / 'checkpoints' / 'step-2'}", folder="resumed")
@@ -79,8 +78,7 @@ def test_a_measure_may_be_switched_on_and_off_from_one_start_to_the_next(run, ca
     at zero."""
     both = ["runtime.weights=bf16", "runtime.offload_optimizer=true"]
     for start, words in enumerate(([], both, []), start=1):
-        summary = run(*SHORT, *words, f"total_samples={16 * start}")
-        assert summary["samples"] == 16 * start
+        assert run(*SHORT, *words, f"total_samples={16 * start}")["samples"] == 16 * start
         output = capsys.readouterr().out
         assert ("since then" in output and "weights was" in output) is (start > 1)
 

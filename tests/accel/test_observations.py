@@ -134,5 +134,4 @@ def test_evidence_of_nothing_is_no_evidence(variant):
     key = key_of(variant)
     if key in ("tf32", "cudnn_benchmark", "empty_cache_at_eval"):
         pytest.skip("the technique reads a flag of the process, not evidence")
-    technique = find_technique(key)(variant[key], CPU)
-    assert technique.observe(Evidence()).active in (False, UNUSED)
+    assert find_technique(key)(variant[key], CPU).observe(Evidence()).active in (False, UNUSED)

@@ -69,8 +69,7 @@ def train(words, values, graph, change=lambda training: None):
     outputs += [training.take_step() for _ in range(2)]
     training.state.load_state_dict(checkpoint)
     outputs += [training.take_step() for _ in range(2)]
-    averages = [training.state.ema, *training.state.power_averages]
-    tensors = [average.averages for average in averages]
+    tensors = [average.averages for average in [training.state.ema, *training.state.power_averages]]
     columns = [
         torch.cat([leaf.view(-1) for leaf in tree_leaves(output)]) for output in (*outputs, tensors)
     ]

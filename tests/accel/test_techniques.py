@@ -127,8 +127,7 @@ def test_compiling_without_a_compiler_is_refused(inductor, monkeypatch):
 
 def test_degrade_names_what_is_missing_and_error_refuses_with_all_of_it():
     values = EAGER | dict.fromkeys(CUDA_ONLY, True)
-    stack = AccelerationStack(values, CPU, on_unavailable="degrade")
-    assert set(stack.reasons) == CUDA_ONLY
+    assert set(AccelerationStack(values, CPU, on_unavailable="degrade").reasons) == CUDA_ONLY
     with expect_refusal(r"(?s)runtime.tf32=True.*runtime.cuda_graph=True.*degrade"):
         AccelerationStack(values, CPU, on_unavailable="error")
 

@@ -105,8 +105,7 @@ def spend_host_state(training, patch):
 
 
 def spend_rounding(training, patch):
-    rounded = RoundedUpdate.round_randomly
-    patch.setattr(RoundedUpdate, "round_randomly", on_copies(rounded))
+    patch.setattr(RoundedUpdate, "round_randomly", on_copies(RoundedUpdate.round_randomly))
 
 
 def spend_factors(training, patch):
@@ -204,8 +203,7 @@ RIGHT = [
 def test_what_is_right_is_on_from_the_zero_layers_of_a_new_model_on(words, tmp_path):
     words = [*words.split(), "runtime.on_unavailable=error"]
     if "adapter=lora" in words:
-        base = save_base(tmp_path / "base.safetensors", "dit")
-        training = assemble_on(base, *words)
+        training = assemble_on(save_base(tmp_path / "base.safetensors", "dit"), *words)
     else:
         training = assemble(compose([*EAGER_RUN, "model=dit_xs", *words]).cfg, CPU)
     assert not [row for row in training.warm_up() if row.missing]

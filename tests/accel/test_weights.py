@@ -32,8 +32,7 @@ def test_what_bf16_holds_stays(bits):
 
 def take_sgd_steps(weight, lr, positions, seed=0):
     """Updates a weight with gradients of 1, once for each position in the data."""
-    make = partial(torch.optim.SGD, lr=lr)
-    optimizer = RoundedUpdate([{"params": [weight]}], make)
+    optimizer = RoundedUpdate([{"params": [weight]}], partial(torch.optim.SGD, lr=lr))
     optimizer.seed = seed
     for position in positions:
         optimizer.position.fill_(position)

@@ -45,8 +45,7 @@ def test_each_different_caption_is_stored_once(dtype, tmp_path):
 @pytest.mark.parametrize("kind", LOADERS)
 def test_all_captions_of_a_sample_come_equally_often(kind, folder):
     """In 6 epochs a sample with k of 1, 2 or 3 captions has each of them 6 / k times."""
-    loader = LOADERS[kind](folder, batch_size=12, text="pooled")
-    stream = take(loader, 6 * 36 // 12)
+    stream = take(LOADERS[kind](folder, batch_size=12, text="pooled"), 6 * 36 // 12)
     seen = Counter(zip(stream.ids.tolist(), stream.condition.numbers.tolist(), strict=True))
     for sample in range(36):
         times = [n for (i, _), n in seen.items() if i == sample]
@@ -122,8 +121,7 @@ def test_damaged_captions_stop_a_run_and_are_found(name, value, sentence, monkey
     ],
 )
 def test_a_manifest_that_contradicts_itself(changes, sentence, folder):
-    text = vars(read_manifest(folder).text)
-    edit_manifest(folder, text=text | changes)
+    edit_manifest(folder, text=vars(read_manifest(folder).text) | changes)
     with expect_refusal(sentence):
         read_manifest(folder)
 

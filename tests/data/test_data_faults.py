@@ -124,8 +124,7 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, 
 
     for file, content in files.items():
         file.write_bytes(content)
-    resumed = run(*words, "total_samples=120")
-    assert resumed["skipped_data"] == summary["skipped_data"]
+    assert run(*words, "total_samples=120")["skipped_data"] == summary["skipped_data"]
     assert read_lines(tmp_path / "run")[-1]["skipped_data"] == 8
 
 

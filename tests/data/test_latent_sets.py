@@ -152,8 +152,7 @@ def test_a_block_with_a_right_hash_and_wrong_content_is_refused(tmp_path, names,
             tensors[name] = change(tensor)
     save_latent_set(tmp_path, [("train", draw_random_samples(4, seed=0)), ("train", tensors)])
     assert_says(read_refusal(tmp_path), "train-00001.tar (samples 4–7 of train)", sentence, AGAIN)
-    problems = verify(VerifyConfig(path=str(tmp_path), count=0))
-    assert any(sentence in problem for problem in problems)
+    assert any(sentence in problem for problem in verify(VerifyConfig(path=str(tmp_path), count=0)))
 
 
 @pytest.mark.parametrize("open_set", [resident, lambda path, **on: chunked(path, 4, **on)])

@@ -222,8 +222,7 @@ def test_a_server_without_parts_needs_a_cache(folder, server, tmp_path):
     server.ranges = False
     with expect_refusal(r"does not send parts of files; set data.cache=<folder>"):
         next(streamed(server.url))
-    cached = streamed(server.url, cache=str(tmp_path))
-    assert_same(take(cached, 9), take(streamed(folder), 9))
+    assert_same(take(streamed(server.url, cache=str(tmp_path)), 9), take(streamed(folder), 9))
     assert len(find_copies(tmp_path)) == 3
 
 
@@ -259,8 +258,7 @@ def test_many_threads_and_processes_share_a_cache(folder, server, tmp_path):
 
 def test_a_full_cache_says_so(server, tmp_path, monkeypatch):
     reader = open_reader(server, tmp_path, "skip")
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr(Path, "replace", Mock(side_effect=full))
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     with expect_refusal(rf"data.cache: .* cannot take {FIRST}.*No space left.*free some space"):
         reader.read(0)
     assert find_copies(tmp_path) == []

@@ -84,8 +84,7 @@ def result(trained, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(trained, tmp_path_factory):
     """The features' figures of an evaluation in three pieces that nothing interrupts."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    return evaluate(out, trained, **CHUNKS)["features"]
+    return evaluate(tmp_path_factory.mktemp("whole") / "out", trained, **CHUNKS)["features"]
 
 
 def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure():

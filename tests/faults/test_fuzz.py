@@ -155,8 +155,7 @@ TEXTS = st.text(max_size=9) | st.sampled_from(
 
 @cache
 def list_keys():
-    source = compose(["data=synthetic", "model=mamba_xs"]).source
-    return [key for key, _ in list_nodes(source)]
+    return [key for key, _ in list_nodes(compose(["data=synthetic", "model=mamba_xs"]).source)]
 
 
 def break_command(draw, folder):

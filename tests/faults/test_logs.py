@@ -53,8 +53,7 @@ def test_a_log_that_is_a_folder_stops_no_run(run, tmp_path):
     "a loss that is not finite", "every line of metrics.jsonl is strict JSON, and counts it"
 )
 def test_every_line_is_strict_json(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(file)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
     metrics.append({"step": 2, "loss": 1.5})
     assert read_lines(tmp_path) == [

@@ -51,8 +51,8 @@ def assemble_on(base, *words):
 
 def train_on(base, run, samples, *words):
     """Trains in the folder `run`; returns the summary."""
-    ends = [f"run_dir={run}", f"total_samples={samples}"]
-    return train(compose(make_words(base, *words, *ends)))
+    words = make_words(base, *words, f"run_dir={run}", f"total_samples={samples}")
+    return train(compose(words))
 
 
 def edit_header(file, out, edit):

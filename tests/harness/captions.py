@@ -87,7 +87,6 @@ def save_digits(folder, templates=TEMPLATES, count=None, captionless=None, **set
 
 def read_table(folder, level="tokens"):
     """The captions of a latent set, encoded."""
-    manifest = read_manifest(folder)
-    table = read_captions(BlockReader(open_source(folder), manifest, "train"), level)
+    table = read_captions(BlockReader(open_source(folder), read_manifest(folder), "train"), level)
     assert table is not None
     return table

@@ -234,7 +234,6 @@ def pretend_device():
     """Lets PyTorch's Python side find one H100, and its C++ side count one device."""
     from torch._subclasses import fake_tensor
 
-    state = torch.zeros(16, dtype=torch.uint8)
     facts = {
         "is_available": True,
         "is_initialized": True,
@@ -245,7 +244,7 @@ def pretend_device():
         "get_device_name": Device.name,
         "is_current_stream_capturing": False,
         "mem_get_info": (70 * 2**30, 80 * 2**30),
-        "get_rng_state": state,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "current_stream": Nothing(),
     }
     names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
@@ -350,10 +349,9 @@ def pretend_compiler():
         "multiprocessor_count": 132,
         "warpSize": 32,
     }
-    target = GPUTarget("cuda", 90, 32)
     driver = SimpleNamespace(
         utils=SimpleNamespace(get_device_properties=always(limits)),
-        get_current_target=always(target),
+        get_current_target=always(GPUTarget("cuda", 90, 32)),
         get_current_device=always(0),
         get_device_interface=always(torch.cuda),
         is_active=always(True),

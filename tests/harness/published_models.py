@@ -195,7 +195,6 @@ def import_published(folder, content, vae, shape, **changes):
     }
     if shape.lightning:
         mean = torch.arange(shape.channels).view(1, -1, 1, 1) / 4
-        stats = {"mean": mean, "std": torch.full(mean.shape, 2.0)}
-        torch.save(stats, folder / "latents_stats.pt")
+        torch.save({"mean": mean, "std": torch.full(mean.shape, 2.0)}, folder / "latents_stats.pt")
         settings["statistics"] = str(folder / "latents_stats.pt")
     return import_weights(WeightsConfig(**settings | changes))

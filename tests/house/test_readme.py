@@ -266,8 +266,7 @@ def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_c
     (line,) = [line for line in find_commands("README.md") if line.startswith(EXTENSION)]
     words = shlex.split(line)[3:]
     small = ["total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]
-    summary = train(compose([*words, *small]))
-    assert summary["ledger"]["precision"]["requested"] == "bf16"
+    assert train(compose([*words, *small]))["ledger"]["precision"]["requested"] == "bf16"
     assert parse_yaml(Path("runs/shift/config.yaml").read_text())["extensions"] == ["myproj"]
     # The record is published, so it names no folder of this machine.
     assert str(package.parent) not in Path("runs/shift/environment.json").read_text()

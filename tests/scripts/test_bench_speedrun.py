@@ -153,8 +153,7 @@ def test_distances_are_means_over_sets_of_noise(board):
 def test_a_baseline_without_distances_is_refused(board, monkeypatch):
     monkeypatch.setattr(speedrun, "find_cost", lambda case, cfg: {})
     monkeypatch.setattr(speedrun, "train_seeds", lambda *_: dict.fromkeys(FIGURES, nan))
-    error = measure_case(board.cases[0], board.cfg)["error"]
-    assert "baseline=mamba has no fd_encoder" in error
+    assert "baseline=mamba has no fd_encoder" in measure_case(board.cases[0], board.cfg)["error"]
 
 
 # Rows.

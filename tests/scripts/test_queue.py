@@ -221,8 +221,7 @@ def test_a_killed_queue_goes_on_in_another_clone_two_commits_later(tmp_path):
     archive = tmp_path / "results.tar.gz"
     bench = [sys.executable, "-m", "scripts.bench"]
     gpu = [*bench, "gpu", "setting=tiny", "only=[kernels]", "seconds=3600"]
-    words = [*gpu, f"out={tmp_path / 'out'}", f"pack={archive}"]
-    running = subprocess.Popen(words, cwd=ROOT)
+    running = subprocess.Popen([*gpu, f"out={tmp_path / 'out'}", f"pack={archive}"], cwd=ROOT)
     while len(list(tmp_path.glob("out/kernels_tiny/*.json"))) < 4:
         assert running.poll() is None
         time.sleep(0.05)

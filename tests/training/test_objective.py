@@ -34,8 +34,7 @@ def answer_x(x, *_):
 
 def compute_times(**options):
     objective = FlowMatching(logit_mean=0.5, logit_std=0.7, **options)
-    losses = objective.compute_losses(answer_x, make_batch(4000), seed=0, null_label=3)
-    return losses.t
+    return objective.compute_losses(answer_x, make_batch(4000), seed=0, null_label=3).t
 
 
 def test_time_is_logit_normal_and_shifted():
@@ -103,8 +102,7 @@ def test_training_minimises_the_loss_and_the_extra_term():
     parameters = list(training.model.parameters())
     expected = torch.autograd.grad(flow.mean() + extra["size"].mean(), parameters)
 
-    halves = (slice(4), slice(4, None))
-    means = training.step.accumulate([select(batch, half) for half in halves])
+    means = training.step.accumulate([select(batch, half) for half in (slice(4), slice(4, None))])
     torch.testing.assert_close([p.grad for p in parameters], [*expected], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(means, {"loss": flow.mean(), "loss_size": extra["size"].mean()})
 

@@ -81,8 +81,7 @@ def test_weights_without_a_description_start_a_run_that_they_fit(tmp_path):
     old = make_training(tmp_path / "old", CLASSES)
     file = tmp_path / "old.safetensors"
     save_weights(old, file, described=False)
-    new = make_training(tmp_path / "new", CLASSES)
-    assert start_from(file, new).endswith("old.safetensors")
+    assert start_from(file, make_training(tmp_path / "new", CLASSES)).endswith("old.safetensors")
     for names, word, sentence in (
         (
             ["a", "b"],

@@ -99,8 +99,7 @@ def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
 def test_other_settings_are_allowed_and_said(uninterrupted, tmp_path, capsys):
     folder = copy_until(uninterrupted, tmp_path / "copy", 20)
     start_run(folder, "accumulation_steps=1", "log_every=2", "eval_every=12")
-    output = capsys.readouterr().out
-    assert "at step 20; since then accumulation_steps was 2, is 1\n" in output
+    assert "at step 20; since then accumulation_steps was 2, is 1\n" in capsys.readouterr().out
     expected = read_lines(uninterrupted)[-1]
     last = read_lines(folder)[-1]
     assert expected["step"] == last["step"] == 24

@@ -27,8 +27,7 @@ def test_a_run_leaves_all_that_it_promises(run, tmp_path):
     assert Path(summary["sample_grid"]).is_file()
     assert (Path(summary["checkpoint"]) / "ema.safetensors").is_file()
     assert {"config.yaml", "ledger.json"} <= {file.name for file in folder.iterdir()}
-    environment = read_object(folder / "environment.json")
-    assert "total_samples=16" in environment["overrides"]
+    assert "total_samples=16" in read_object(folder / "environment.json")["overrides"]
 
 
 @pytest.mark.parametrize("planted", [1, None])

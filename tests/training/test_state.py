@@ -27,8 +27,7 @@ def test_warm_up_leaves_no_trace():
     with state.preserve():
         training.stack.warm_up(lambda: (torch.rand(3), training.take_step()), training.model.blocks)
         assert state.samples != samples
-    after = copy_tensors(state)
-    assert are_equal(after, before)
+    assert are_equal(copy_tensors(state), before)
     assert (training.loader.state_dict(), state.samples) == (position, samples)
 
 

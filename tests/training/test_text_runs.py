@@ -65,8 +65,7 @@ def test_half_of_the_captions_are_dropped_by_the_position_alone(digits):
     training = tiny_training("dit", *text_words(digits), "objective.label_dropout=0.5")
     batch = next(training.loader)
     whole = training.step.compute_losses(batch).flow
-    rows = torch.arange(5, 8)
-    part = select(batch, rows)
+    part = select(batch, torch.arange(5, 8))
     torch.testing.assert_close(training.step.compute_losses(part).flow, whole[5:])
 
     seen = []
@@ -109,8 +108,7 @@ def test_distances_and_grids_are_drawn_of_pairs_of_the_data(digits):
 
 def test_guidance_needs_classes_or_captions(digits):
     """A model of classes does not read the captions of its set."""
-    loader = tiny_training("dit", *text_words(digits)).loader
-    spec = replace(loader.spec, num_classes=0)
+    spec = replace(tiny_training("dit", *text_words(digits)).loader.spec, num_classes=0)
     check_guidance(spec, "pooled", 2.0)
     with expect_refusal("no classes to guide to; set model.conditioning=text, for it has captions"):
         check_guidance(spec, "none", 2.0)

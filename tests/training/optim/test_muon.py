@@ -210,8 +210,7 @@ def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_ranks, sing
     folder = tmp_path / "run"
     run_ranks(folder, *WORDS, *words, ranks=ranks)
     assert_equal_runs(folder, single)
-    row = read_object(folder / "ledger.json")["optim"]
-    assert "orthogonal in 2 of 2 shapes" in row["evidence"]
+    assert "orthogonal in 2 of 2 shapes" in read_object(folder / "ledger.json")["optim"]["evidence"]
 
 
 @pytest.mark.slow

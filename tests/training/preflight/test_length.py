@@ -29,8 +29,7 @@ def start(*words):
 
 
 def test_epochs_are_passes_over_the_images(tmp_path, capsys):
-    data = save_set(tmp_path)
-    words = (*data, f"run_dir={tmp_path / 'run'}", "epochs=2.5", "eval_every=2")
+    words = (*save_set(tmp_path), f"run_dir={tmp_path / 'run'}", "epochs=2.5", "eval_every=2")
     assert start(*words)["samples"] == 32, "the steps that hold 30 samples"
     assert "30 samples = 2.5 epochs of 12 images; held out: 4" in capsys.readouterr().out
     assert start(*words)["samples"] == 32
@@ -73,8 +72,7 @@ def test_a_budget_is_measured_once_and_continues_to_the_same_bits(tmp_path, monk
     words = [*data, *EXACT, "budget_minutes=0.002", "eval_every=1", "save_every=1", "keep_every=1"]
     monkeypatch.setattr(length, "measure_apart", lambda job: seen.append(job) or SECONDS | found)
     seen, found = [], {"step_s": 0.02, "evaluation_s": 0.001}
-    whole = start(*words, f"run_dir={tmp_path / 'whole'}")
-    assert whole["steps"] == 5
+    assert start(*words, f"run_dir={tmp_path / 'whole'}")["steps"] == 5
     assert read_object(tmp_path / "whole" / LENGTH_FILE)["step_s"] == 0.02
     killed = copy_until(tmp_path / "whole", tmp_path / "killed", 3)
     assert start(*words, f"run_dir={killed}")["steps"] == 5

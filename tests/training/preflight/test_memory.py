@@ -31,8 +31,7 @@ SHAPE = ["data=synthetic", "data.height=16", "data.width=16", "runtime=eager"]
 
 def limit_memory(monkeypatch, free):
     """Makes all later checks find this many bytes of memory."""
-    room = Room(free, "memory.max")
-    monkeypatch.setattr("accel.device_memory.find_room", lambda processes: room)
+    monkeypatch.setattr("accel.device_memory.find_room", lambda processes: Room(free, "memory.max"))
 
 
 @pytest.mark.fault(
