@@ -68,6 +68,12 @@ def clean_process():
 
 
 @pytest.fixture
+def run_dir(tmp_path):
+    """The folder in which `run` trains."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def run(tmp_path):
     """`run("key=value", …)` trains in a temporary folder and returns the summary; two tiny steps
     unless overridden."""

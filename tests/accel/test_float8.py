@@ -189,16 +189,15 @@ def test_samples_are_drawn_in_8_bits_too(whole):
 @HERE
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_two_processes_train_in_8_bits(mode, zygote, whole, tmp_path):
+def test_two_processes_train_in_8_bits(mode, zygote, whole, run_dir):
     """Each process has its own scales, so losses differ from one process's within rounding to 8
     bits."""
-    folder = tmp_path / "run"
     words = [*RUN, "runtime.gradient_checkpointing=true", f"runtime.parallel.mode={mode}"]
-    codes = zygote(folder, *words, ranks=2, environment={"ANY_PRECISION": "1"})
-    output = read_output(folder)
+    codes = zygote(run_dir, *words, ranks=2, environment={"ANY_PRECISION": "1"})
+    output = read_output(run_dir)
     assert codes == [0, 0], output
     assert " fp8 " in next(line for line in output.splitlines() if "precision" in line)
-    losses, expected = (torch.tensor(read_columns(run, "loss")) for run in (folder, whole))
+    losses, expected = (torch.tensor(read_columns(run, "loss")) for run in (run_dir, whole))
     torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0.0)
 
 

@@ -91,21 +91,20 @@ def run(folder, *words):
     return train(compose([*RUN, f"run_dir={folder}", "save_every=20", *words]))
 
 
-def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path, monkeypatch, fake_time):
+def test_a_run_and_its_restart_add_up_to_the_clock(run_dir, monkeypatch, fake_time):
     """40 steps, of which the last 20 are lost; a pause; 25 steps from the twentieth on."""
     monkeypatch.setattr(common.clock, "WRITE_INTERVAL_SECONDS", 0.0)
-    folder = tmp_path / "run"
     began = fake_time.now
-    summary = run(folder, "total_samples=320", *SLOW)
+    summary = run(run_dir, "total_samples=320", *SLOW)
     before = summary["time"]
     total = sum(before.values())
     assert total == pytest.approx(fake_time.now - began, abs=5.0)
     assert summary["goodput"] == pytest.approx(before["steps"] / total, abs=1e-4)
-    reached = read_object(folder / common.clock.TIME_FILE)["reached"]
-    shutil.rmtree(folder / "checkpoints" / "step-40")
-    (folder / "summary.json").unlink()
+    reached = read_object(run_dir / common.clock.TIME_FILE)["reached"]
+    shutil.rmtree(run_dir / "checkpoints" / "step-40")
+    (run_dir / "summary.json").unlink()
     fake_time.now += 5000.0
-    account = run(folder, "total_samples=360", *SLOW)["time"]
+    account = run(run_dir, "total_samples=360", *SLOW)["time"]
     assert sum(account.values()) == pytest.approx(fake_time.now - began, abs=5.0)
     assert account["idle"] == pytest.approx(5000.0, abs=5.0)
     assert account["redone"] == pytest.approx(reached["40"] - reached["20"], abs=5.0)

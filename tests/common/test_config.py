@@ -138,18 +138,17 @@ MISTAKES = yaml.safe_load((ROOT / "tests/assets/mistakes.yaml").read_text())
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, tmp_path, capsys, monkeypatch):
+def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, run_dir, capsys, monkeypatch):
     if words == "runtime.device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-    folder = tmp_path / "run"
     with pytest.raises(SystemExit), report_user_errors():
-        train(compose(["total_samples=64", f"run_dir={folder}", *words.split()]))
+        train(compose(["total_samples=64", f"run_dir={run_dir}", *words.split()]))
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     for part in MISTAKES[words]:
         assert part in message
-    assert not folder.exists(), "a run that never started left a folder"
+    assert not run_dir.exists(), "a run that never started left a folder"
 
 
 def test_a_typo_inside_an_experiment_file_is_refused(monkeypatch):

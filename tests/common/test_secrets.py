@@ -24,11 +24,10 @@ from train import main
     "secrets in keys, in the environment and in addresses",
     "in no file of the run, no log, no message",
 )
-def test_secrets_stay_secret(tmp_path, monkeypatch, capsys):
+def test_secrets_stay_secret(run_dir, monkeypatch, capsys):
     monkeypatch.setenv("MY_TOKEN", "hunter2-env")
     monkeypatch.setenv("MY_PROJECT", "canary")
     monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
-    folder = tmp_path / "run"
     nccl = "+runtime.parallel.nccl.NCCL_"
     words = [
         "logger=wandb",
@@ -36,14 +35,14 @@ def test_secrets_stay_secret(tmp_path, monkeypatch, capsys):
         "logger.project=${oc.env:MY_PROJECT}",
         "fd.dinov2=${oc.env:MY_TOKEN}",
         "save_every=1",
-        f"run_dir={folder}",
+        f"run_dir={run_dir}",
         f"{nccl}DEBUG=${{oc.env:MY_TOKEN}}",
         f"{nccl}SOCKET_IFNAME='password=hunter2-key'",
         f"{nccl}IB_HCA='https://me:hunter2@pass@host/x?X-Amz-Signature=hunter2-sig&a=1'",
     ]
     monkeypatch.setattr(sys, "argv", ["train.py", *TINY_RUN, *words])
     run_app(main)
-    files = [file for file in folder.rglob("*") if file.is_file()]
+    files = [file for file in run_dir.rglob("*") if file.is_file()]
     # W&B uploads the files of its own folder.
     assert {"config.yaml", "environment.json", "metrics.jsonl"} <= {file.name for file in files}
     assert ".wandb" in {file.suffix for file in files}
@@ -53,7 +52,7 @@ def test_secrets_stay_secret(tmp_path, monkeypatch, capsys):
         assert b"canary" not in file.read_bytes() or "wandb" in file.parts, file
     shown = capsys.readouterr()
     assert "hunter2" not in shown.out + shown.err
-    nccl = read_config(folder / "config.yaml")["runtime"]["parallel"]["nccl"]
+    nccl = read_config(run_dir / "config.yaml")["runtime"]["parallel"]["nccl"]
     assert nccl["NCCL_DEBUG"] == "${oc.env:MY_TOKEN}"
     assert nccl["NCCL_SOCKET_IFNAME"] == "password=<redacted>"
 

@@ -107,7 +107,7 @@ def test_or_is_skipped_and_counted(folder, kind, plant, sentence, lost, capsys):
 
 
 @pytest.mark.parametrize("words", [["data=resident"], ["data=webdataset", "data.num_workers=0"]])
-def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, capsys):
+def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, run_dir, words, capsys):
     """Its metrics and its summary keep the count after a resume on the repaired set, because its
     weights have seen the stand-ins."""
     files = {file: file.read_bytes() for file in folder.glob("*.tar")}
@@ -125,7 +125,7 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, 
     for file, content in files.items():
         file.write_bytes(content)
     assert run(*words, "total_samples=120")["skipped_data"] == summary["skipped_data"]
-    assert read_lines(tmp_path / "run")[-1]["skipped_data"] == 8
+    assert read_lines(run_dir)[-1]["skipped_data"] == 8
 
 
 def test_a_loader_that_fails_leaves_no_worker_behind(folder, monkeypatch):

@@ -259,9 +259,9 @@ def test_other_pixels_are_another_reference(tmp_path):
     assert make_folder_source(folder, 8, 100).facts["sha256"] != first["sha256"]
 
 
-def test_one_run_has_distances_of_one_protocol(trained, tmp_path):
+def test_one_run_has_distances_of_one_protocol(trained, run_dir):
     """A resume that would measure otherwise is refused, and the protocol stays."""
-    folder = shutil.copytree(trained, tmp_path / "run")
+    folder = shutil.copytree(trained, run_dir)
     before = (folder / "fd_protocol.json").read_bytes()
     words = [*RUN, f"run_dir={folder}", "total_samples=192"]
     with expect_refusal(r"distances of another protocol: steps was 2, is 3\. Set that back"):
@@ -271,21 +271,22 @@ def test_one_run_has_distances_of_one_protocol(trained, tmp_path):
     assert [line["step"] for line in read_lines(folder)] == [2, 4, 6]
 
 
-def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypatch, capsys):
+def test_samples_that_are_not_finite_have_no_figures(
+    trained, tmp_path, run_dir, monkeypatch, capsys
+):
     """An 8-bit image of NaN looks like any other. A run warns and goes on, a command stops with a
     sentence."""
     bad = torch.zeros(16).long(), torch.full((16, 1, 8, 8), torch.nan)
     monkeypatch.setattr(SampleStream, "draw_batch", lambda self, number: bad)
     with expect_refusal("draws samples that are not finite"):
         evaluate(tmp_path / "out", trained)
-    folder = tmp_path / "run"
-    assert train(compose([*RUN, f"run_dir={folder}", "keep_best=eval_loss"]))["steps"] == 4
+    assert train(compose([*RUN, f"run_dir={run_dir}", "keep_best=eval_loss"]))["steps"] == 4
     assert "warning: samples are not finite" in capsys.readouterr().out
-    assert not any("kd_encoder" in line for line in read_lines(folder))
+    assert not any("kd_encoder" in line for line in read_lines(run_dir))
 
 
-def test_results_of_other_settings_do_not_replace_each_other(trained, tmp_path):
-    folder = shutil.copytree(trained, tmp_path / "run")
+def test_results_of_other_settings_do_not_replace_each_other(trained, run_dir):
+    folder = shutil.copytree(trained, run_dir)
     for steps in (1, 2, 2):
         evaluate(None, folder, steps=steps, features=["encoder"], count=20)
     assert len(list((folder / "evaluation").glob("step-4-*.json"))) == 2

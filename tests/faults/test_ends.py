@@ -145,7 +145,7 @@ DISK = pytest.mark.fault(
         pytest.param(lambda: None, None, marks=DISK, id="closed"),
     ],
 )
-def test_what_nobody_can_read_ends_no_run(open_stdout, why, run, tmp_path, monkeypatch, capsys):
+def test_what_nobody_can_read_ends_no_run(open_stdout, why, run, run_dir, monkeypatch, capsys):
     stdout = open_stdout()
     monkeypatch.setattr("sys.stdout", stdout)
     monkeypatch.setattr("sys.__stderr__", sys.stderr)
@@ -153,7 +153,7 @@ def test_what_nobody_can_read_ends_no_run(open_stdout, why, run, tmp_path, monke
         run("save_every=2", "log_every=1", "total_samples=64")
     if stdout is not None:
         stdout.close()
-    assert list_checkpoints(tmp_path / "run") == ["step-6", "step-8"]
+    assert list_checkpoints(run_dir) == ["step-6", "step-8"]
     errors = capsys.readouterr().err
     assert errors.count("warning: output cannot be written") == (why is not None)
     assert why is None or why in errors
@@ -176,9 +176,9 @@ def test_signals_that_the_parent_ignores(name, heard):
     "metrics.jsonl at a quota on the size of files (EFBIG)",
     "a warning; the run and its saves go on",
 )
-def test_a_quota(run, tmp_path):
+def test_a_quota(run, run_dir):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    file = tmp_path / "run" / "metrics.jsonl"
+    file = run_dir / "metrics.jsonl"
     file.parent.mkdir()
     values = {f"value-{i}": 1.5 for i in range(100_000)}
     file.write_text(json.dumps({"step": 0} | values) + "\n")
@@ -191,7 +191,7 @@ def test_a_quota(run, tmp_path):
             run("runtime=eager", "log_every=1", "save_every=5", "total_samples=80")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list_checkpoints(tmp_path / "run") == ["step-5", "step-10"]
+    assert list_checkpoints(run_dir) == ["step-5", "step-10"]
 
 
 @pytest.mark.fault("a full disk that names no file", "no file or folder is blamed for it")

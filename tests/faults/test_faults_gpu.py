@@ -36,7 +36,7 @@ def test_a_save_beside_captured_steps_is_of_its_step(run, tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], GRAPH], ids=["eager", "captured"])
-def test_bad_steps_are_skipped_on_the_device(words, run, tmp_path, monkeypatch):
+def test_bad_steps_are_skipped_on_the_device(words, run, run_dir, monkeypatch):
     """A NaN, and a spike: each skipped, also by a replayed step, which sees the data only."""
     original = DigitLatents.__next__
 
@@ -48,15 +48,15 @@ def test_bad_steps_are_skipped_on_the_device(words, run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(DigitLatents, "__next__", poisoned)
     run(*MANY_STEPS, *words, "save_every=1", "guards.spike_sigmas=6", "guards.spike_window=8")
-    skipped = [line["step"] for line in read_lines(tmp_path / "run") if line["skipped"]]
+    skipped = [line["step"] for line in read_lines(run_dir) if line["skipped"]]
     assert {20, 30} <= set(skipped)
     # The norms of a few of the 40 steps may look like spikes.
     assert len(skipped) <= 4
     for step in (20, 30):
-        assert are_equal(*(read_tensors(tmp_path / "run", number) for number in (step - 1, step)))
+        assert are_equal(*(read_tensors(run_dir, number) for number in (step - 1, step)))
 
 
-def test_memory_that_runs_out_is_explained(run, tmp_path):
+def test_memory_that_runs_out_is_explained(run, run_dir):
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
@@ -73,4 +73,4 @@ def test_memory_that_runs_out_is_explained(run, tmp_path):
             )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert not (tmp_path / "run").exists()
+    assert not run_dir.exists()

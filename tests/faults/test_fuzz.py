@@ -234,25 +234,24 @@ RUN_FILES = (
     "a mutant of a finished run at random", "goes on, or refused in one sentence, within 1 GiB"
 )
 @pytest.mark.parametrize("count", [3, slow(60)])
-def test_mutants_of_a_finished_run(count, zygote, run_whole, tmp_path, record_property):
+def test_mutants_of_a_finished_run(count, zygote, run_whole, run_dir, record_property):
     """The same command goes on from them, or says why not; a report reads them."""
     record_property("struck", count)
-    folder = tmp_path / "run"
 
     def test(draw):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(run_whole(), folder)
-        Path(f"{folder}.log").unlink(missing_ok=True)
-        file = folder / draw(st.sampled_from(RUN_FILES))
+        shutil.rmtree(run_dir, ignore_errors=True)
+        shutil.copytree(run_whole(), run_dir)
+        Path(f"{run_dir}.log").unlink(missing_ok=True)
+        file = run_dir / draw(st.sampled_from(RUN_FILES))
         mutate_file(draw, file)
         if file.parent.name == "step-12" and file.name != "manifest.json":
             seal_checkpoint(file.parent)
-        (code,) = zygote(folder, "total_samples=104", environment={"LIMITED": "20"})
-        lines = read_output(folder).splitlines()
+        (code,) = zygote(run_dir, "total_samples=104", environment={"LIMITED": "20"})
+        lines = read_output(run_dir).splitlines()
         assert code in (0, 1), lines
         assert len([line for line in lines if line.startswith("error: ")]) == code, lines
         assert "Traceback (most recent call last):" not in lines
-        ending = run_limited(lambda: report(ReportConfig(str(folder))))
+        ending = run_limited(lambda: report(ReportConfig(str(run_dir))))
         assert ending.right, f"{ending.kind}: {ending.text}"
 
     draw_examples(test, count)

@@ -96,7 +96,7 @@ def test_a_spike_is_skipped(run, states, monkeypatch):
 
 
 @pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
-def test_a_burst_stops_the_run(run, tmp_path, monkeypatch):
+def test_a_burst_stops_the_run(run, run_dir, monkeypatch):
     """It is noticed where nothing is logged."""
     poison_latents(monkeypatch, 7, 99)
     sentence = (
@@ -105,11 +105,11 @@ def test_a_burst_stops_the_run(run, tmp_path, monkeypatch):
     )
     with expect_refusal(sentence):
         run(*TWENTY_STEPS, "log_every=0", "guards.max_skipped_in_row=4")
-    dump = read_object(tmp_path / "run" / "dumps" / "step-10.json")
+    dump = read_object(run_dir / "dumps" / "step-10.json")
     assert [sample["position"] for sample in dump["samples"]] == list(range(72, 80))
     assert {sample["loss"] for sample in dump["samples"]} == {"nan"}
     assert dump["blocks"]["blocks.0"]["gradient_norm"] == "nan"
-    assert list_checkpoints(tmp_path / "run")[-1] == "step-5"
+    assert list_checkpoints(run_dir)[-1] == "step-5"
 
 
 def test_a_good_step_ends_the_row(run, monkeypatch):
@@ -202,7 +202,7 @@ HOST_MEMORY = pytest.mark.fault(
         ),
     ],
 )
-def test_out_of_memory(fail, place, run, tmp_path, monkeypatch, capsys):
+def test_out_of_memory(fail, place, run, run_dir, monkeypatch, capsys):
     fail(monkeypatch)
     with pytest.raises(SystemExit), report_user_errors():
         run(*TWENTY_STEPS)
@@ -214,15 +214,15 @@ def test_out_of_memory(fail, place, run, tmp_path, monkeypatch, capsys):
     assert advice in message
     assert "offload" not in message
     assert "continues from step-10" in message
-    assert list_checkpoints(tmp_path / "run")[-1] == "step-10"
+    assert list_checkpoints(run_dir)[-1] == "step-10"
 
 
 @pytest.mark.fault("out of memory in warm-up", "the same sentence; no folder is left")
-def test_out_of_memory_at_once(run, tmp_path, monkeypatch):
+def test_out_of_memory_at_once(run, run_dir, monkeypatch):
     def failing(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 7 bytes")
 
     monkeypatch.setattr(TrainStep, "compute_losses", failing)
     with expect_refusal(r"out of memory in .* at step 0: .*, a smaller model"):
         run(*TWENTY_STEPS)
-    assert not (tmp_path / "run").exists()
+    assert not run_dir.exists()

@@ -123,24 +123,22 @@ def test_kills_at_random(ranks, kills, words, zygote, run_whole, tmp_path, recor
 @pytest.mark.parametrize(
     "signal", ["SIGHUP", *(slow(s) for s in ("SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1"))]
 )
-def test_a_signal_saves_first(signal, zygote, run_whole, tmp_path):
-    folder = tmp_path / "run"
+def test_a_signal_saves_first(signal, zygote, run_whole, run_dir):
     words = ["save_every=1000", "eval_every=0"]
-    codes = zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal)
-    assert codes == [75], read_output(folder)
-    (saved,) = list_checkpoints(folder)
+    codes = zygote(run_dir, *words, "total_samples=80000", after_lines=2, signal=signal)
+    assert codes == [75], read_output(run_dir)
+    (saved,) = list_checkpoints(run_dir)
     step = int(saved.removeprefix("step-"))
-    assert f"asked to stop at step {step}; saved" in read_output(folder)
+    assert f"asked to stop at step {step}; saved" in read_output(run_dir)
     words.append(f"total_samples={8 * (step + 4)}")
-    assert zygote(folder, *words) == [0]
-    assert read_outcome(folder).state == read_outcome(run_whole(*words)).state
+    assert zygote(run_dir, *words) == [0]
+    assert read_outcome(run_dir).state == read_outcome(run_whole(*words)).state
 
 
 @pytest.mark.fault("SIGTERM to one of two processes", "both save the same step and leave with 75")
-def test_a_signal_to_one_stops_all(zygote, tmp_path):
-    folder = tmp_path / "run"
+def test_a_signal_to_one_stops_all(zygote, run_dir):
     words = [*MODES[2], "save_every=1000", "eval_every=0", "total_samples=80000"]
-    codes = zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM")
-    assert codes == [75, 75], read_output(folder)
-    (saved,) = list_checkpoints(folder)
-    assert f"asked to stop at step {saved.removeprefix('step-')}" in read_output(folder)
+    codes = zygote(run_dir, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM")
+    assert codes == [75, 75], read_output(run_dir)
+    (saved,) = list_checkpoints(run_dir)
+    assert f"asked to stop at step {saved.removeprefix('step-')}" in read_output(run_dir)

@@ -32,8 +32,8 @@ NORMAL = ("a line without its end", "nothing")
     "a damaged metrics.jsonl", "a warning; the checkpoint is resumed from, to the same bits"
 )
 @pytest.mark.parametrize("kind", [slow(kind) if i > 1 else kind for i, kind in enumerate(DAMAGES)])
-def test_a_damaged_log_stops_no_run(kind, zygote, run_whole, tmp_path):
-    folder = shutil.copytree(run_whole("total_samples=64"), tmp_path / "run")
+def test_a_damaged_log_stops_no_run(kind, zygote, run_whole, run_dir):
+    folder = shutil.copytree(run_whole("total_samples=64"), run_dir)
     log = folder / "metrics.jsonl"
     log.write_bytes(DAMAGES[kind](log.read_bytes()))
     History(folder)
@@ -43,8 +43,8 @@ def test_a_damaged_log_stops_no_run(kind, zygote, run_whole, tmp_path):
     assert (folder / "metrics.jsonl.damaged").exists() == (kind not in NORMAL)
 
 
-def test_a_log_that_is_a_folder_stops_no_run(run, tmp_path):
-    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+def test_a_log_that_is_a_folder_stops_no_run(run, run_dir):
+    (run_dir / "metrics.jsonl").mkdir(parents=True)
     with pytest.warns(UserWarning, match="1 lines cannot be read"):
         assert run()["steps"] == 2
 

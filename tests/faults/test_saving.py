@@ -122,12 +122,12 @@ def test_a_disk_that_fills_up_in_a_save(share, background, saved, run_whole, mon
     "stops in a sentence; what is complete loads",
 )
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-def test_the_last_files_of_a_save(name, tmp_path, monkeypatch):
+def test_the_last_files_of_a_save(name, run_dir, monkeypatch):
     refuse_files(monkeypatch, lambda file: f"/step-4.tmp/{name}" in str(file))
     with expect_refusal(r"step-4 cannot be saved \(No space.*continues from step-2; \d+ samples"):
-        start_run(tmp_path / "run")
-    assert_newest_loads(tmp_path / "run")
-    assert_tidy(tmp_path / "run")
+        start_run(run_dir)
+    assert_newest_loads(run_dir)
+    assert_tidy(run_dir)
 
 
 @pytest.mark.fault(
@@ -215,7 +215,7 @@ def test_a_save_is_tried_again(background, run_whole, tmp_path, monkeypatch, cap
 @pytest.mark.fault(
     "a rename that was carried out and answered with an error", "it counts as done; the run goes on"
 )
-def test_a_rename_that_happened_is_no_error(run, tmp_path, monkeypatch):
+def test_a_rename_that_happened_is_no_error(run, run_dir, monkeypatch):
     replace = Path.replace
 
     def replace_and_fail(source, target):
@@ -224,13 +224,13 @@ def test_a_rename_that_happened_is_no_error(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", replace_and_fail)
     run("save_every=1", "keep_checkpoints=2")
-    assert list_checkpoints(tmp_path / "run") == ["step-1", "step-2"]
+    assert list_checkpoints(run_dir) == ["step-1", "step-2"]
 
 
 @pytest.mark.fault(
     "a checkpoint that a failed save has left under its final name", "the next attempt replaces it"
 )
-def test_a_save_that_failed_after_its_rename_is_tried_again(run, tmp_path, monkeypatch):
+def test_a_save_that_failed_after_its_rename_is_tried_again(run, run_dir, monkeypatch):
     """The flush after the rename fails, and so does the first attempt to rename the folder back."""
     failures = iter([True, True])
     sync = save.sync_path
@@ -252,14 +252,14 @@ def test_a_save_that_failed_after_its_rename_is_tried_again(run, tmp_path, monke
     monkeypatch.setattr(save, "rename", rename_later)
     monkeypatch.setattr(save, "RETRY_PAUSES", (0.0,))
     run("save_every=1", "total_samples=8")
-    assert list_checkpoints(tmp_path / "run") == ["step-1"]
-    assert_newest_loads(tmp_path / "run")
+    assert list_checkpoints(run_dir) == ["step-1"]
+    assert_newest_loads(run_dir)
 
 
 @pytest.mark.fault(
     "a file system that cannot flush folders (EINVAL)", "saved without it; the run goes on"
 )
-def test_a_file_system_that_flushes_no_folders(run, tmp_path, monkeypatch):
+def test_a_file_system_that_flushes_no_folders(run, run_dir, monkeypatch):
     fsync = os.fsync
 
     def refuse_folders(descriptor):
@@ -269,7 +269,7 @@ def test_a_file_system_that_flushes_no_folders(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse_folders)
     run("save_every=2")
-    assert list_checkpoints(tmp_path / "run") == ["step-2"]
+    assert list_checkpoints(run_dir) == ["step-2"]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):

@@ -47,10 +47,10 @@ class Evil:
     "refused in a sentence; nothing is run",
 )
 @pytest.mark.parametrize("key", ["model", "model.mixer", "data", "objective", "optim", "logger"])
-def test_a_malicious_configuration(key, run, tmp_path):
+def test_a_malicious_configuration(key, run, run_dir):
     with expect_refusal(rf"{key}._target_=os.system is not allowed"):
         run(f"++{key}._target_=os.system")
-    assert not (tmp_path / "run").exists()
+    assert not run_dir.exists()
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,12 @@ def test_a_model_of_five_digits_learns_the_others_with_few_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_of_unseen_templates_draw_their_digits(tmp_path):
+def test_prompts_of_unseen_templates_draw_their_digits(tmp_path, run_dir):
     """The words of the digits were seen in other sentences."""
     words = ["data=resident", f"data.path={save_digits(tmp_path / 'set')}", "model=dit_xs"]
     words += ["model.conditioning=text", "model.text_tokens=true", "sample_every=0"]
-    train_run(tmp_path / "run", *words)
+    train_run(run_dir, *words)
     prompts = tmp_path / "prompts.txt"
     lines = [template.format(digit) for template in UNSEEN for digit in DIGITS]
     prompts.write_text("\n".join(lines))
-    assert measure_recognised(tmp_path / "run", count=1000, prompts=str(prompts)) >= 0.9
+    assert measure_recognised(run_dir, count=1000, prompts=str(prompts)) >= 0.9

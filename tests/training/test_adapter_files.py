@@ -79,9 +79,9 @@ def test_a_run_a_folder_of_peft_and_a_file_give_the_same_samples(run, base, tmp_
     assert load_run(run, device="cpu").spec.names == ["3", "4", "5", "6"]
 
 
-def test_a_prompt_with_an_mlp_is_saved_as_its_vectors(base, tmp_path):
-    train_on(base, tmp_path / "run", 32, "adapter=prompt", "adapter.hidden=4")
-    file = find_weights_file(str(tmp_path / "run"), "run_dir")
+def test_a_prompt_with_an_mlp_is_saved_as_its_vectors(base, tmp_path, run_dir):
+    train_on(base, run_dir, 32, "adapter=prompt", "adapter.hidden=4")
+    file = find_weights_file(str(run_dir), "run_dir")
     write_peft(file, tmp_path / "peft")
     assert load_file(tmp_path / "peft" / TENSORS_FILE)["prompt_embeddings"].shape == (5, 96)
     ours = load_model(file, CPU).model.state_dict()
@@ -99,11 +99,11 @@ def test_a_prompt_with_an_mlp_is_saved_as_its_vectors(base, tmp_path):
         (["init_from={run}"], "is an adapter, not a model; merge it first"),
     ],
 )
-def test_a_mistake_is_a_sentence(words, sentence, base, run, tmp_path):
+def test_a_mistake_is_a_sentence(words, sentence, base, run, run_dir):
     words = [word.format(run=run) for word in words]
     with expect_refusal(sentence):
-        train_on(base, tmp_path / "run", 16, "adapter=lora", *words)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+        train_on(base, run_dir, 16, "adapter=lora", *words)
+    assert not (run_dir / "checkpoints").exists()
 
 
 def test_a_resumed_run_keeps_the_base_that_it_started_with(tmp_path):

@@ -14,39 +14,39 @@ from tests.harness.sets import save_named_set
 from training.checkpoint.load import FORMAT_VERSION, list_complete
 
 
-def test_a_run_leaves_all_that_it_promises(run, tmp_path):
+def test_a_run_leaves_all_that_it_promises(run, run_dir):
     summary = run(
         "sample_every=2", "save_every=1", "eval_every=1", "sampling.per_class=2", "sampling.steps=2"
     )
-    folder = tmp_path / "run"
-    assert summary == read_object(folder / "summary.json")
+    assert summary == read_object(run_dir / "summary.json")
     assert {"samples_per_s", "mfu", "memory_reserved_peak", "ledger"} <= summary.keys()
     assert (summary["steps"], summary["samples"]) == (2, 16)
-    lines = read_columns(folder, "step", "loss", "eval_loss")
+    lines = read_columns(run_dir, "step", "loss", "eval_loss")
     assert None not in [*lines[0], *lines[1]]
     assert Path(summary["sample_grid"]).is_file()
     assert (Path(summary["checkpoint"]) / "ema.safetensors").is_file()
-    assert {"config.yaml", "ledger.json"} <= {file.name for file in folder.iterdir()}
-    assert "total_samples=16" in read_object(folder / "environment.json")["overrides"]
+    assert {"config.yaml", "ledger.json"} <= {file.name for file in run_dir.iterdir()}
+    assert "total_samples=16" in read_object(run_dir / "environment.json")["overrides"]
 
 
 @pytest.mark.parametrize("planted", [1, None])
-def test_a_folder_of_another_format_is_refused_and_its_weights_open(planted, run, tmp_path):
+def test_a_folder_of_another_format_is_refused_and_its_weights_open(
+    planted, run, tmp_path, run_dir
+):
     """A finished run, one that goes on, and a checkpoint to resume from."""
-    folder = tmp_path / "run"
     run("save_every=1")
-    checkpoint = list_complete(folder / "checkpoints")[-1]
-    for file in (folder / "summary.json", checkpoint / "state.json"):
+    checkpoint = list_complete(run_dir / "checkpoints")[-1]
+    for file in (run_dir / "summary.json", checkpoint / "state.json"):
         content = read_object(file)
         assert content.pop("format") == FORMAT_VERSION
         write_json(file, content | ({"format": planted} if planted else {}))
     seal_checkpoint(checkpoint)
     with expect_refusal("holds a finished run, made by an earlier checkout; .*init_from="):
         run()
-    for words in (["total_samples=32"], [f"resume={folder}", f"run_dir={tmp_path / 'branch'}"]):
+    for words in (["total_samples=32"], [f"resume={run_dir}", f"run_dir={tmp_path / 'branch'}"]):
         with expect_refusal("step-2 was made by an earlier checkout. Use a new run_dir, or init_"):
             run("save_every=1", *words)
-    assert run(f"init_from={folder}", f"run_dir={tmp_path / 'anew'}")["samples"] == 16
+    assert run(f"init_from={run_dir}", f"run_dir={tmp_path / 'anew'}")["samples"] == 16
 
 
 def test_a_fullrun_shows_its_fastrun_or_warns(run, tmp_path, capsys):

@@ -180,15 +180,14 @@ def test_a_damaged_cache_is_not_believed(trials, tmp_path):
     assert len(trials) == 2
 
 
-def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path):
-    folder = tmp_path / "run"
-    words = ["runtime=eager", "runtime.fused_scan=auto", f"run_dir={folder}", *TINY_RUN]
+def test_a_run_keeps_its_choice_before_it_warms_up(trials, run_dir):
+    words = ["runtime=eager", "runtime.fused_scan=auto", f"run_dir={run_dir}", *TINY_RUN]
     stop = patch.object(Training, "warm_up", side_effect=ZeroDivisionError)
     with stop, pytest.raises(ZeroDivisionError):
         train(compose(words))
-    choice = read_object(folder / kernels.KERNELS_FILE)
+    choice = read_object(run_dir / kernels.KERNELS_FILE)
     assert choice["chosen"] == {"fused_scan": True}
-    write_choice(folder, choice | {"chosen": {"fused_scan": False}})
+    write_choice(run_dir, choice | {"chosen": {"fused_scan": False}})
     row = train(compose(words))["ledger"]["fused_scan"]
     assert row["evidence"].startswith("this run has chosen so before")
     assert len(trials) == 1

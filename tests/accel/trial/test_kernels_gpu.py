@@ -58,8 +58,8 @@ def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
     assert assemble_on_gpu(**values).kernels == first.kernels
 
 
-def test_a_captured_run_chooses_before_its_capture(run, tmp_path):
+def test_a_captured_run_chooses_before_its_capture(run, run_dir):
     summary = run("runtime=max", "runtime.device=cuda")
     assert summary["ledger"]["cuda_graph"]["active"] is True
-    chosen = read_object(tmp_path / "run" / kernels.KERNELS_FILE)["chosen"]
+    chosen = read_object(run_dir / kernels.KERNELS_FILE)["chosen"]
     assert {key: summary["ledger"][key]["active"] for key in chosen} == chosen

@@ -105,14 +105,14 @@ def test_a_model_that_cannot_be_sent_is_a_reason():
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path):
+def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path, run_dir):
     words = [*FOUR_STEPS, "runtime.fused_conv=auto", "runtime.fused_scan=false"]
     environment = {"KERNELS_ON_RANK": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert zygote(tmp_path / "run", *words, ranks=2, environment=environment) == [0, 0]
-    row = read_object(tmp_path / "run" / "ledger.json")["fused_conv"]
+    assert zygote(run_dir, *words, ranks=2, environment=environment) == [0, 0]
+    row = read_object(run_dir / "ledger.json")["fused_conv"]
     assert row["active"] is False
     assert "ended with code 1" in row["evidence"]
     assert "in its parity test" in row["evidence"]
-    assert len(read_columns(tmp_path / "run", "loss")) == 4
+    assert len(read_columns(run_dir, "loss")) == 4
     # The next run tries again.
     assert not list((tmp_path / "cache").rglob("kernels/*"))

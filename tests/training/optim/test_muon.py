@@ -206,20 +206,20 @@ HSDP = "runtime.parallel.mode=hsdp"
     ],
     ids=str,
 )
-def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_ranks, single, tmp_path):
-    folder = tmp_path / "run"
-    run_ranks(folder, *WORDS, *words, ranks=ranks)
-    assert_equal_runs(folder, single)
-    assert "orthogonal in 2 of 2 shapes" in read_object(folder / "ledger.json")["optim"]["evidence"]
+def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_ranks, single, run_dir):
+    run_ranks(run_dir, *WORDS, *words, ranks=ranks)
+    assert_equal_runs(run_dir, single)
+    row = read_object(run_dir / "ledger.json")["optim"]
+    assert "orthogonal in 2 of 2 shapes" in row["evidence"]
 
 
 @pytest.mark.slow
 @pytest.mark.fault(
     "Muon on another number of processes: 2, 3, 1", "the same losses within rounding"
 )
-def test_a_checkpoint_of_muon_fits_any_number_of_processes(run_ranks, single, tmp_path):
+def test_a_checkpoint_of_muon_fits_any_number_of_processes(run_ranks, single, run_dir):
     """AdamW's moments of dt's rows are whole at every process, and the momentum is sharded."""
     for ranks, samples, mode in ((2, 24, "fsdp"), (3, 36, "fsdp"), (1, 48, "none")):
         words = [f"total_samples={samples}", f"runtime.parallel.mode={mode}"]
-        run_ranks(tmp_path / "run", *WORDS, *words, ranks=ranks)
-    assert_equal_runs(tmp_path / "run", single)
+        run_ranks(run_dir, *WORDS, *words, ranks=ranks)
+    assert_equal_runs(run_dir, single)

@@ -88,10 +88,9 @@ def test_what_cannot_be_had_is_refused(run, tmp_path, monkeypatch):
             run("ema.snapshots=2", folder="small")
 
 
-def test_a_full_disk_loses_no_snapshot(whole, tmp_path, monkeypatch):
+def test_a_full_disk_loses_no_snapshot(whole, run_dir, monkeypatch):
     """Step 8 is of a snapshot and of a checkpoint. The resumed run removes snapshots of steps that
     it takes again."""
-    folder = tmp_path / "run"
 
     def refuse(file, *content):
         write_tensors(file, *content)
@@ -101,8 +100,8 @@ def test_a_full_disk_loses_no_snapshot(whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("training.checkpoint.snapshots.write_tensors", refuse)
         with expect_refusal(r"samples-64-0\.10\.safetensors cannot be written .*from step-6"):
-            start_run(folder, "async_checkpoints=false")
-    assert {file.suffix for file in (folder / "averages").iterdir()} == {".safetensors"}
-    shutil.copy(list_snapshots(folder)[0].file, folder / "averages/samples-72-0.05.safetensors")
-    assert read_snapshots(start_run(folder)) == read_snapshots(whole)
-    assert read_outcome(folder).state == read_outcome(whole).state
+            start_run(run_dir, "async_checkpoints=false")
+    assert {file.suffix for file in (run_dir / "averages").iterdir()} == {".safetensors"}
+    shutil.copy(list_snapshots(run_dir)[0].file, run_dir / "averages/samples-72-0.05.safetensors")
+    assert read_snapshots(start_run(run_dir)) == read_snapshots(whole)
+    assert read_outcome(run_dir).state == read_outcome(whole).state

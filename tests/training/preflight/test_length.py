@@ -88,19 +88,18 @@ def test_the_measuring_process_times_what_pauses_a_run(tmp_path):
     assert min(seconds.values()) > 0.0
 
 
-def test_a_best_step_is_saved_named_and_found(tmp_path):
+def test_a_best_step_is_saved_named_and_found(tmp_path, run_dir):
     data = save_set(tmp_path)
-    folder = tmp_path / "run"
     summary = start(
-        *data, "total_samples=48", "eval_every=2", "save_every=100", f"run_dir={folder}"
+        *data, "total_samples=48", "eval_every=2", "save_every=100", f"run_dir={run_dir}"
     )
-    lines = [line for line in read_lines(folder) if "eval_loss" in line]
+    lines = [line for line in read_lines(run_dir) if "eval_loss" in line]
     best = min((line["eval_loss"], line["step"]) for line in lines)
     assert (summary["best_eval_loss"], summary["best_step"]) == best
-    assert f"step-{summary['best_step']}" in list_checkpoints(folder)
+    assert f"step-{summary['best_step']}" in list_checkpoints(run_dir)
 
     # let the best be an earlier one, first by less than its noise, and then by more
-    first, last = folder / "checkpoints/step-2", folder / "checkpoints/step-6"
+    first, last = run_dir / "checkpoints/step-2", run_dir / "checkpoints/step-6"
     if not first.exists():
         shutil.copytree(last, first)
     for losses, noted in (([1.3, 0.8], False), ([1.3, 1.2], True)):
@@ -108,11 +107,11 @@ def test_a_best_step_is_saved_named_and_found(tmp_path):
             state = read_object(checkpoint / "state.json")
             state |= {"scores": {"eval_loss": score}, "parts": parts}
             write_json(checkpoint / "state.json", state)
-        path, note = choose_checkpoint(str(folder), "last")
-        assert path == str(folder)
+        path, note = choose_checkpoint(str(run_dir), "last")
+        assert path == str(run_dir)
         assert bool(note) == noted
     assert note == "note: the best eval_loss is 1, at step 2: checkpoint=best"
-    assert choose_checkpoint(str(folder), "best")[0] == str(first)
-    assert choose_checkpoint(str(folder), "6")[0] == str(last)
+    assert choose_checkpoint(str(run_dir), "best")[0] == str(first)
+    assert choose_checkpoint(str(run_dir), "6")[0] == str(last)
     with expect_refusal(r"checkpoint=3: .* has only steps 2, .*6; best needs one with eval_loss"):
-        choose_checkpoint(str(folder), "3")
+        choose_checkpoint(str(run_dir), "3")

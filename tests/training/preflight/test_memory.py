@@ -38,13 +38,13 @@ def limit_memory(monkeypatch, free):
     "a run that needs more memory than is there",
     "one sentence before the first step, with what fits; no folder is left",
 )
-def test_a_step_that_does_not_fit_is_refused_and_the_advice_fits(run, tmp_path, monkeypatch):
+def test_a_step_that_does_not_fit_is_refused_and_the_advice_fits(run, run_dir, monkeypatch):
     limit_memory(monkeypatch, 100 * 2**20)
     words = ["model=dit_xs", *SHAPE, "batch_size=256", "total_samples=256"]
     refusal = r"batch_size=256: a step needs .* \(memory\.max\): .*steps=(\d+) fits"
     with expect_refusal(refusal) as refused:
         run(*words)
-    assert not (tmp_path / "run").exists()
+    assert not run_dir.exists()
     steps = re.search(refusal, str(refused.value))[1]
     assert run(*words, f"accumulation_steps={steps}")["steps"] == 1
 
@@ -126,21 +126,21 @@ def test_what_is_foreseen_is_what_is_held(words, run, tmp_path):
     assert found["foreseen"] == pytest.approx(found["held"], rel=0.15), found
 
 
-def test_images_and_samples_that_do_not_fit_are_refused(job, run, tmp_path, monkeypatch):
+def test_images_and_samples_that_do_not_fit_are_refused(job, run, run_dir, monkeypatch):
     run("save_every=1")
     limit_memory(monkeypatch, 2**20)
     with expect_refusal(r"batch_size=4096: a batch needs .*; (batch_size=\d+|no batch) fits"):
         job("resolution=64", "batch_size=4096")
     with expect_refusal("batch_size=8192: a batch needs .* 8192 samples"):
-        sample_run(SampleConfig(run_dir=str(tmp_path / "run"), batch_size=8192, device="cpu"))
+        sample_run(SampleConfig(run_dir=str(run_dir), batch_size=8192, device="cpu"))
 
 
 @pytest.mark.fault(
     "a process killed by Linux because it took too much memory", "the next start says so, once"
 )
-def test_a_start_after_a_kill_says_so_once(run, tmp_path, capsys):
+def test_a_start_after_a_kill_says_so_once(run, run_dir, capsys):
     run()
-    (tmp_path / "run" / RUNNING_FILE).touch()
+    (run_dir / RUNNING_FILE).touch()
     for times in (1, 0):
         run("total_samples=24")
         said = capsys.readouterr().out

@@ -76,14 +76,14 @@ class Wandb:
         ("hangs at the end", "Timed out", 20),
     ],
 )
-def test_wandb_down(down, warning, lines, run, tmp_path, monkeypatch):
+def test_wandb_down(down, warning, lines, run, run_dir, monkeypatch):
     fake = Wandb(down)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setitem(sys.modules, "wandb.errors", Mock(UsageError=KeyError))
     monkeypatch.setattr("training.records.loggers.FINISH_SECONDS", 0.5)
     with pytest.warns(UserWarning, match=warning):
         run(*TWENTY_STEPS, "logger=wandb")
-    assert read_columns(tmp_path / "run", "step") == [[step] for step in range(1, 21)]
+    assert read_columns(run_dir, "step") == [[step] for step in range(1, 21)]
     assert len(fake.lines) == lines
 
 
@@ -91,22 +91,22 @@ def test_wandb_down(down, warning, lines, run, tmp_path, monkeypatch):
 @pytest.mark.fault(
     "W&B itself at a port where nobody listens", "one warning, logged offline; the run is complete"
 )
-def test_wandb_at_a_dead_port(run, tmp_path, monkeypatch):
+def test_wandb_at_a_dead_port(run, run_dir, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with pytest.warns(UserWarning, match="W&B cannot be reached"):
         run(*TWENTY_STEPS, "logger=wandb")
-    assert len(read_columns(tmp_path / "run", "step")) == 20
-    assert list((tmp_path / "run").glob("wandb/offline-run-*"))
+    assert len(read_columns(run_dir, "step")) == 20
+    assert list(run_dir.glob("wandb/offline-run-*"))
 
 
-def test_wandb_receives_the_sample_grid_and_no_null(run, tmp_path):
+def test_wandb_receives_the_sample_grid_and_no_null(run, run_dir):
     """The picture is read back from the offline files, and so is the record that names it. A path
     under `sample_grid` would replace the picture in the summary of W&B."""
     run("logger=wandb", "logger.mode=offline", "sample_every=2", "sampling.steps=2")
-    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (folder,) = (run_dir / "wandb").glob("offline-run-*")
     (picture,) = (folder / "files" / "media" / "images").glob("sample_grid_*.png")
-    (grid,) = (tmp_path / "run" / "samples").glob("step-*.png")
+    (grid,) = (run_dir / "samples").glob("step-*.png")
     assert np.array_equal(np.asarray(Image.open(picture)), np.asarray(Image.open(grid)))
     record = next(folder.glob("*.wandb")).read_bytes()
     digest = hashlib.sha256(picture.read_bytes()).hexdigest().encode()
