@@ -1,7 +1,6 @@
 """The configuration: what composes, and what every mistake says."""
 
 import functools
-import importlib
 import operator
 import os
 import re
@@ -21,14 +20,13 @@ from common.config.compose import CONF_FOLDER, compose, parse_words, report_user
 from common.config.paths import refuse_paths
 from common.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from common.config.words import list_foreign
-from common.distributed.exit import run_app
 from common.errors import UserError
 from common.files import ROOT
 from common.require_python import STOPPED
 from common.trees import list_nodes
 from scripts.import_latents import ImportConfig
 from tests.harness.combinations import list_choices
-from tests.harness.commands import run_command
+from tests.harness.commands import run_command, run_here
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_images
 from train import train
@@ -290,7 +288,5 @@ def test_a_run_may_lie_in_a_folder_of_any_name(run, monkeypatch):
     assert Path(summary["run_dir"]).is_dir()
     started = Mock()
     monkeypatch.setattr("train.train", started)
-    monkeypatch.setattr(sys, "argv", ["train.py", f"run_dir={summary['run_dir']}", "seed=1"])
-    monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
-    run_app(importlib.import_module("train").main)
+    run_here(monkeypatch, f"run_dir={summary['run_dir']}", "seed=1")
     assert started.call_args.args[0].cfg.run_dir == summary["run_dir"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import sys
 
 import pytest
 import yaml
@@ -11,13 +10,12 @@ from common.config import secrets
 from common.config.compose import compose, read_config, report_user_errors
 from common.config.secrets import SHAPES, redact, redact_text, redact_words
 from common.config.words import describe_unreadable
-from common.distributed.exit import run_app
 from common.errors import UserError
 from common.files import ROOT
 from common.trees import list_nodes
 from scripts.import_latents import ImportConfig
+from tests.harness.commands import run_here
 from tests.harness.words import TINY_RUN
-from train import main
 
 
 @pytest.mark.fault(
@@ -27,7 +25,6 @@ from train import main
 def test_secrets_stay_secret(run_dir, monkeypatch, capsys):
     monkeypatch.setenv("MY_TOKEN", "hunter2-env")
     monkeypatch.setenv("MY_PROJECT", "canary")
-    monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
     nccl = "+runtime.parallel.nccl.NCCL_"
     words = [
         "logger=wandb",
@@ -40,8 +37,7 @@ def test_secrets_stay_secret(run_dir, monkeypatch, capsys):
         f"{nccl}SOCKET_IFNAME='password=hunter2-key'",
         f"{nccl}IB_HCA='https://me:hunter2@pass@host/x?X-Amz-Signature=hunter2-sig&a=1'",
     ]
-    monkeypatch.setattr(sys, "argv", ["train.py", *TINY_RUN, *words])
-    run_app(main)
+    run_here(monkeypatch, *TINY_RUN, *words)
     files = [file for file in run_dir.rglob("*") if file.is_file()]
     # W&B uploads the files of its own folder.
     assert {"config.yaml", "environment.json", "metrics.jsonl"} <= {file.name for file in files}

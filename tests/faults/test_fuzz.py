@@ -2,9 +2,7 @@
 sentence, in 1 GiB and 5 s."""
 
 import hashlib
-import os
 import shutil
-import sys
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -14,9 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import train
 from common.config.compose import compose
-from common.distributed.exit import run_app
 from common.files import read_object
 from common.trees import list_nodes
 from data.manifest import read_manifest
@@ -25,6 +21,7 @@ from data.streamed import StreamedLatents
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
+from tests.harness.commands import run_here
 from tests.harness.limits import is_unfit, run_limited
 from tests.harness.mutants import mutate_file, mutate_safetensors, mutate_tree
 from tests.harness.outcomes import seal_checkpoint
@@ -181,12 +178,9 @@ def break_command(draw, folder):
 
 
 def run_command(words):
-    with (
-        patch.object(sys, "argv", ["train.py", *words]),
-        patch.dict(os.environ, HYDRA_MAIN_MODULE="__main__"),
-        patch("train.train", lambda composed, began: assemble(composed.cfg, CPU)),
-    ):
-        run_app(train.main)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("train.train", lambda composed, began: assemble(composed.cfg, CPU))
+        run_here(monkeypatch, *words)
 
 
 SUBJECTS = {break_set: 20, break_weights: 12, break_command: 12}

@@ -3,7 +3,16 @@
 import subprocess
 import sys
 
+from common.distributed.exit import run_app
 from common.files import ROOT
+from train import main
+
+
+def run_here(monkeypatch, *words):
+    """Runs `train.py` with these words in this process."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
+    run_app(main)
 
 
 def run_command(*words, cwd=ROOT, environment=None):

@@ -1,6 +1,5 @@
 """Sweeps: each trial is the run it would be by itself, and a failed trial fails alone."""
 
-import importlib
 import os
 import re
 import signal
@@ -12,12 +11,12 @@ import pytest
 import yaml
 
 from common.config.compose import compose, to_yaml
-from common.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest, run_app
+from common.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest
 from common.errors import UserError
 from common.files import read_object, write_json
 from common.text import replace_non_finite
 from tests.harness.adapters import make_words, save_base
-from tests.harness.commands import run_command
+from tests.harness.commands import run_command, run_here
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import TINY_RUN, TINY_SYNTHETIC
 from train import train
@@ -60,11 +59,8 @@ def sweep(monkeypatch, tmp_path):
     def start(*words):
         monkeypatch.setattr("train.train", learn)
         monkeypatch.setattr("atexit.register", print)
-        words = ["train.py", "-m", f"run_dir={tmp_path / 'sweep'}", *words]
-        monkeypatch.setattr(sys, "argv", words)
-        monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
         try:
-            run_app(importlib.import_module("train").main)
+            run_here(monkeypatch, "-m", f"run_dir={tmp_path / 'sweep'}", *words)
         except SystemExit as ending:
             return ending.code
 
