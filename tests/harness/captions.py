@@ -9,11 +9,10 @@ from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.source import open_source
 from encoding.caption_job import CaptionJob
-from tests.harness.sets import save_files, save_latent_set, save_random_set
+from tests.harness.sets import PIXELS, save_files, save_latent_set, save_random_set
 from tests.harness.words import CPU
 
 WORDLLAMA = {"_target_": "models.text_encoders.WordLlama"}
-PIXELS = {"_target_": "models.autoencoders.PixelAutoencoder"}
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 TEMPLATES = [
     "{}",

@@ -20,6 +20,7 @@ from data.manifest import Manifest
 from encoding.shards import ShardWriter
 from models.autoencoders import add_global_branch
 
+PIXELS = {"_target_": "models.autoencoders.PixelAutoencoder"}
 BLOCKS = {
     "block_out_channels": (8, 8),
     "down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -150,9 +151,8 @@ def save_named_set(folder, names):
     samples = [draw_random_samples(count, seed, (1, 4, 4)) for seed, count in enumerate((20, 4))]
     for split in samples:
         split["labels"] %= max(1, len(names))
-    encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
     shards = list(zip(("train", "held_out"), samples, strict=True))
-    save_latent_set(folder, shards, class_names=names, encoder=encoder, encoder_sha256=None)
+    save_latent_set(folder, shards, class_names=names, encoder=PIXELS, encoder_sha256=None)
     return ["data=resident", f"data.path={folder}", "model.patch_size=2"]
 
 

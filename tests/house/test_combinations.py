@@ -5,7 +5,7 @@ import pytest
 
 from common.config.compose import compose
 from tests.harness.combinations import DATA, FAMILIES, choose_model, list_choices
-from tests.harness.sets import cover_pairs, draw_random_samples, save_latent_set
+from tests.harness.sets import PIXELS, cover_pairs, draw_random_samples, save_latent_set
 from tests.harness.words import CPU, TINY_MODEL, TINY_RUN, slow
 from training.assemble import assemble
 
@@ -32,8 +32,7 @@ def latents(tmp_path, monkeypatch):
     identity."""
     monkeypatch.chdir(tmp_path)
     shards = [("train", draw_random_samples(30, 0)), ("held_out", draw_random_samples(5, 1))]
-    identity = {"_target_": "models.autoencoders.PixelAutoencoder"}
-    save_latent_set(tmp_path / "latents", shards, encoder=identity, encoder_sha256=None)
+    save_latent_set(tmp_path / "latents", shards, encoder=PIXELS, encoder_sha256=None)
 
 
 def test_every_loader_is_here():

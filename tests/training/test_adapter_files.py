@@ -19,7 +19,7 @@ from tests.harness.adapters import (
 )
 from tests.harness.outcomes import are_equal, copy_until, read_outcome
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import draw_random_samples, save_latent_set, save_named_set
+from tests.harness.sets import PIXELS, draw_random_samples, save_latent_set, save_named_set
 from tests.harness.words import CPU
 from train import train
 from training.assemble import assemble
@@ -132,8 +132,7 @@ def test_another_encoder_without_a_hash_is_refused(base, tmp_path):
 def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):
     """The statistics of the data would scale latents otherwise than in the base's training."""
     shards = [(split, draw_random_samples(8, 0, (1, 8, 8))) for split in ("train", "held_out")]
-    encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
-    save_latent_set(tmp_path / "set", shards, encoder_sha256=None, encoder=encoder)
+    save_latent_set(tmp_path / "set", shards, encoder_sha256=None, encoder=PIXELS)
     words = [*EAGER_RUN, "adapter=lora", "data=resident", f"data.path={tmp_path / 'set'}"]
     words += ["model=pretrained", f"init_from={base}"]
     cfg = compose_pretrained(words).cfg
