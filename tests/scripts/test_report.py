@@ -18,6 +18,7 @@ from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
 from scripts.report.pages import TRAINING_PLOTS, draw_plots, list_distance_plots, render_card
 from tests.harness.refusals import expect_refusal
+from tests.harness.sets import save_files
 from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"
@@ -81,8 +82,7 @@ def folder(tmp_path):
     """A run folder with everything in it."""
     folder = tmp_path / "mine"
     for file, content in FILES.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(content)
+        save_files(folder, file, content=content.encode())
     weights = {"file": "/x/mine", "sha256": "mine", "kind": "ema", "step": 100}
     measured = read_object(folder / "fd_protocol.json") | {"weights": weights}
     edit_json(folder / "evaluation/final.json", {"protocol": measured})

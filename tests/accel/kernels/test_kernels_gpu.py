@@ -141,7 +141,7 @@ def test_flex_attends_within_windows_forward_and_backward(layer):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_mamba_ssm_s_selective_scan_passes_its_parity_test(dtype):
     """Needs that package."""
     pytest.importorskip("mamba_ssm.ops.selective_scan_interface")
