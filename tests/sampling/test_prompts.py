@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from common.config.compose import compose, parse_words
-from common.distributed.ranks import SINGLE
 from common.files import read_object, write_json
 from evaluation.clip import ClipScore
 from models.text import TextEmbedding
-from sampling.draw import DrawConfig, SampleJob
 from sampling.load import TrainedModel, load_run
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.export.__main__ import ExportConfig, export
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.captions import DIGITS, save_bert, save_digits
+from tests.harness.draws import make_job
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
@@ -115,7 +114,7 @@ def test_the_warm_up_reads_captions(captioned_run, monkeypatch):
         return real(self, text, dropped)
 
     monkeypatch.setattr(TextEmbedding, "forward", record)
-    SampleJob(DrawConfig(run_dir=str(captioned_run), batch_size=4, device="cpu"), SINGLE)
+    make_job(captioned_run, "batch_size=4")
     assert seen[-1]
 
 
