@@ -4,7 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from data.digits import DigitLatents
 from tests.harness.outcomes import TWELVE_STEPS
 from tests.harness.zygote import read_output
 
@@ -35,6 +37,24 @@ def run_whole(zygote, tmp_path_factory):
 def finished(run_whole, tmp_path):
     """A copy of a finished run, whose checkpoints are step-10 and step-12."""
     return Path(shutil.copytree(run_whole(), tmp_path / "run"))
+
+
+@pytest.fixture
+def poison_latents(monkeypatch):
+    """`poison_latents(first, last, bad)` multiplies the latents of these steps by `bad`."""
+
+    def start(first, last, bad=torch.nan):
+        draw = DigitLatents.__next__
+
+        def draw_poisoned(self):
+            batch = draw(self)
+            step = int(batch.position[0]) // 8 + 1
+            factor = bad if first <= step <= last else 1.0
+            return batch._replace(latents=batch.latents * factor)
+
+        monkeypatch.setattr(DigitLatents, "__next__", draw_poisoned)
+
+    return start
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.digits import DigitLatents
 from tests.harness.outcomes import are_equal, read_lines
 from training.checkpoint.load import find_damage, list_complete
 
@@ -36,17 +35,10 @@ def test_a_save_beside_captured_steps_is_of_its_step(run, tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], GRAPH], ids=["eager", "captured"])
-def test_bad_steps_are_skipped_on_the_device(words, run, run_dir, monkeypatch):
+def test_bad_steps_are_skipped_on_the_device(words, run, run_dir, poison_latents):
     """A NaN, and a spike: each skipped, also by a replayed step, which sees the data only."""
-    original = DigitLatents.__next__
-
-    def poisoned(self):
-        batch = original(self)
-        at = int(batch.position[0]) // 8 + 1
-        factor = {20: float("nan"), 30: 1e6}.get(at, 1.0)
-        return batch._replace(latents=batch.latents * factor)
-
-    monkeypatch.setattr(DigitLatents, "__next__", poisoned)
+    poison_latents(20, 20)
+    poison_latents(30, 30, 1e6)
     run(*MANY_STEPS, *words, "save_every=1", "guards.spike_sigmas=6", "guards.spike_window=8")
     skipped = [line["step"] for line in read_lines(run_dir) if line["skipped"]]
     assert {20, 30} <= set(skipped)

@@ -9,7 +9,6 @@ import torch
 from common.config.compose import report_user_errors
 from common.files import read_object
 from common.trees import flatten
-from data.digits import DigitLatents
 from tests.harness.outcomes import are_equal, list_checkpoints, read_columns, read_lines
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU
@@ -18,19 +17,6 @@ from training.optim.spikes import SpikeGuard
 from training.step import TrainStep
 
 TWENTY_STEPS = ["total_samples=160", "runtime=eager", "log_every=1", "save_every=5"]
-
-
-def poison_latents(monkeypatch, first, last, bad=torch.nan):
-    """Multiplies the latents of these steps by `bad`."""
-    draw = DigitLatents.__next__
-
-    def draw_poisoned(self):
-        batch = draw(self)
-        step = int(batch.position[0]) // 8 + 1
-        factor = bad if first <= step <= last else 1.0
-        return batch._replace(latents=batch.latents * factor)
-
-    monkeypatch.setattr(DigitLatents, "__next__", draw_poisoned)
 
 
 def change_losses(monkeypatch, change):
@@ -75,9 +61,9 @@ def assert_skipped(states, step):
     "that step is skipped on the device: weights, averages, moments bit-identical",
 )
 @pytest.mark.parametrize(("bad", "fused"), [(torch.nan, True), (1e30, False)])
-def test_one_bad_batch(bad, fused, run, states, monkeypatch):
+def test_one_bad_batch(bad, fused, run, states, poison_latents):
     """The norm of the gradient is NaN in one case, and infinite in the other."""
-    poison_latents(monkeypatch, 7, 7, bad)
+    poison_latents(7, 7, bad)
     summary = run(*TWENTY_STEPS, f"runtime.fused_adamw={fused}")
     assert (summary["steps"], summary["skipped_steps"]) == (20, 1)
     assert_skipped(states, 7)
@@ -96,9 +82,9 @@ def test_a_spike_is_skipped(run, states, monkeypatch):
 
 
 @pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
-def test_a_burst_stops_the_run(run, run_dir, monkeypatch):
+def test_a_burst_stops_the_run(run, run_dir, poison_latents):
     """It is noticed where nothing is logged."""
-    poison_latents(monkeypatch, 7, 99)
+    poison_latents(7, 99)
     sentence = (
         r"step 10: the last 4 steps were skipped.*step-10\.json has the batch.*"
         r"continues from step-5; 40 samples after it are lost\."
@@ -112,16 +98,16 @@ def test_a_burst_stops_the_run(run, run_dir, monkeypatch):
     assert list_checkpoints(run_dir)[-1] == "step-5"
 
 
-def test_a_good_step_ends_the_row(run, monkeypatch):
-    poison_latents(monkeypatch, 7, 9)
-    poison_latents(monkeypatch, 11, 13)
+def test_a_good_step_ends_the_row(run, poison_latents):
+    poison_latents(7, 9)
+    poison_latents(11, 13)
     assert run(*TWENTY_STEPS, "guards.max_skipped_in_row=4")["skipped_steps"] == 6
 
 
-def test_a_skipped_step_enters_no_mean(run, tmp_path, monkeypatch):
+def test_a_skipped_step_enters_no_mean(run, tmp_path, poison_latents):
     """One NaN in a window of five leaves the mean of the other four; a window of skipped steps
     alone has no mean."""
-    poison_latents(monkeypatch, 5, 5)
+    poison_latents(5, 5)
     run(*TWENTY_STEPS, "total_samples=40", folder="each")
     *losses, last = [loss for (loss,) in read_columns(tmp_path / "each", "loss")]
     assert last is None
