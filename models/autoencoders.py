@@ -217,7 +217,8 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
         )
     # Loading raises RuntimeError if a tensor has another shape than the model's.
     except RuntimeError as error:
-        raise UserError(f"{file} does not fit {kind}: {error}") from error
+        facts = " ".join(str(error).split())  # torch lists tensors on lines of their own
+        raise UserError(f"{file} does not fit {kind}: {facts}") from error
     problems = [
         f"{k}: {info[k]}" for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]
     ]

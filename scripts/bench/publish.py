@@ -28,6 +28,7 @@ from common.environment import read_git_state
 from common.errors import UserError
 from common.files import ROOT, write_atomically
 from common.libraries import silence_libraries
+from common.text import shorten_error
 from models.autoencoders import encode_raw
 from scripts.bench import FOLDER, TABLES, Figures, Words
 from scripts.bench.cases import hash_code, plan_job
@@ -109,7 +110,7 @@ def open_results(path: Path) -> Iterator[Path]:
                 tar.extractall(name, filter="data")
         except (tarfile.TarError, EOFError) as error:
             raise UserError(
-                f"{path} is no archive of results ({error}); name a folder, or a file that "
+                f"{path} is no archive of results ({shorten_error(error)}); name a folder, or a file that "
                 "`bench gpu pack=<file>` wrote."
             ) from error
         yield Path(name)

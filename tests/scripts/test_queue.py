@@ -210,7 +210,7 @@ def test_an_archive_is_whole_or_refused(kept, tmp_path):
     (tmp_path / "out" / "log.txt").write_text("".join(map(str, range(1000))))
     runner.pack_results(tmp_path / "out", archive)
     archive.write_bytes(archive.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"x\.tar\.gz is no archive of results"):
+    with expect_refusal(r"x\.tar\.gz is no archive of results"):
         publish.publish([archive], tmp_path)
 
 
