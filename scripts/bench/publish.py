@@ -110,8 +110,8 @@ def open_results(path: Path) -> Iterator[Path]:
                 tar.extractall(name, filter="data")
         except (tarfile.TarError, EOFError) as error:
             raise UserError(
-                f"{path} is no archive of results ({shorten_error(error)}); name a folder, or a file that "
-                "`bench gpu pack=<file>` wrote."
+                f"{path} is no archive of results ({shorten_error(error)}); name a folder, "
+                "or a file that `bench gpu pack=<file>` wrote."
             ) from error
         yield Path(name)
 
