@@ -189,10 +189,10 @@ class SampleJob:
         """The streams by the suffix of the names of their tensors."""
         for scale in sorted(dict.fromkeys(scales), key=lambda scale: scale == 1.0):
             sampling = self.trained.change_sampling(**changes | {"guidance": scale})
-            self.streams[f"@{scale}" if self.streams else ""] = SampleStream(
+            self.streams[f"@{scale}" if len(scales) > 1 else ""] = SampleStream(
                 trained.forward, trained.spec, sampling, conditions, cfg.seed, cfg.batch_size
             )
-        self.stream = self.streams[""]
+        self.stream = next(iter(self.streams.values()))
         guidance = self.stream.sampling.guidance
         self.ledger = self.trained.warm_up(conditions, cfg.batch_size, guidance)
 

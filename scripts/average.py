@@ -101,7 +101,7 @@ def average(cfg: AverageConfig) -> Path:
         raise UserError(f"samples={samples} has no snapshot; choose one of {sorted(ends)}.")
     snapshots = [snapshot for snapshot in snapshots if snapshot.samples <= samples]
 
-    default = run / f"averages/length-{cfg.length:g}-at-{samples}.safetensors"
+    default = run / f"averages/length-{cfg.length}-at-{samples}.safetensors"
     out = Path(cfg.out or default).expanduser()
     if cfg.out is None and out.is_file():
         print(f"{out} is there already", flush=True)

@@ -26,8 +26,9 @@ several machines must share that folder and `out`.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,9 +47,6 @@ from scripts.commands import run_command
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.distributed.ranks import Ranks
-    from evaluation.distances import StatsBySpace
-    from evaluation.evaluator import Evaluator
     from sampling.draw import ResumableChunks
 
 CLIP = "clip_score"
@@ -87,15 +85,18 @@ def evaluate_run(cfg: EvaluateConfig) -> list[dict[str, Any]]:
     on rank 0, and an empty list on all other ranks."""
     if [] in (cfg.guidance, cfg.length):
         raise UserError("guidance=[] or length=[] has no value; name some, or leave it out.")
-    for scale in list_values(cfg.guidance) or [None]:
-        refuse_drawing(replace(cfg, guidance=scale))
+    for scale in list_values(cfg.guidance):
+        if not isinstance(scale, int | float) or not math.isfinite(scale):
+            raise UserError(f"guidance={scale} must be a finite number.")
+    refuse_drawing(replace(cfg, guidance=None))
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.distributed.ranks import Ranks
     from scripts.average import AverageConfig, average
 
-    # Make all averages before samples are drawn.
+    # Make all averages before samples are drawn, on the first rank alone.
     ranks = Ranks.from_environment()
+    ranks.wait_for_all()  # connects the processes
     configs = [cfg]
     if cfg.length is not None:
         averages = [AverageConfig(cfg.run_dir, length) for length in list_values(cfg.length)]
@@ -105,14 +106,22 @@ def evaluate_run(cfg: EvaluateConfig) -> list[dict[str, Any]]:
             for f in dict.fromkeys(files)
         ]
 
+    comparison = None
     pieces = []
     results: dict[str, dict[str, Any]] = {}
     for config in configs:
-        chunks, content = evaluate_weights(config, ranks)
+        job = SampleJob(config, ranks)
+        place = find_place(config, job.trained.file)
+        if comparison is None:
+            calls = len(configs) * job.count_calls() * cfg.count
+            ranks.say(f"the model will run for {calls:,} samples")
+            comparison = Comparison(cfg, job)
+        chunks, content = comparison.evaluate(job, place, named=cfg.out is not None)
         pieces.append(chunks)
         results |= content
+        del job  # frees the model before the next one is loaded
     if len(results) > 1:
-        compare_values(results)
+        compare_values(results, cfg.out)
     else:
         for out, result in results.items():
             score = f"{CLIP} {result[CLIP]:.2f}\n" if cfg.clip else ""
@@ -122,98 +131,111 @@ def evaluate_run(cfg: EvaluateConfig) -> list[dict[str, Any]]:
     return list(results.values())
 
 
-def evaluate_weights(
-    cfg: EvaluateConfig, ranks: Ranks
-) -> tuple[ResumableChunks, dict[str, dict[str, Any]]]:
-    """Draws samples of one file of weights with each scale of guidance, and writes their figures.
-    Returns the chunks of the samples, and on rank 0 a dict: path of a file of figures, without
-    .json -> its content."""
-    from common.environment import describe_environment
-    from common.files import hash_content, write_json
-    from evaluation.clip import ClipScore
-    from evaluation.evaluator import Evaluator
+def find_place(cfg: EvaluateConfig, weights: Path) -> str:
+    """Returns `out`, or the beginning of the paths of results in the run's folder. Raises UserError
+    if `out` is not set, and these `weights` lie in no run."""
     from sampling.load import find_run_folder
 
-    job = SampleJob(cfg, ranks)
-    trained = job.trained
-    run = find_run_folder(trained.file)
+    run = find_run_folder(weights)
     if cfg.out is None and run is None:
         raise UserError(
-            f"out is not set, and {trained.file} is in no run's folder; set out=<file without "
-            ".json>."
+            f"out is not set, and {weights} is in no run's folder; set out=<file without .json>."
         )
-    conditions = job.stream.conditions
-    clip = ClipScore(cfg.clip, conditions, trained.autoencoder.decode) if cfg.clip else None
-    evaluator = Evaluator(
-        cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
-    )
-    originals = evaluator.collect_originals(trained.spec, trained.data, ranks)
-    note_few_samples(cfg, evaluator, ranks)
-
-    # Put a hash of the protocol into the name of a result's file, so that different settings write
-    # different files.
-    # Version 2: held-out images give the threshold of `copied`; before, when protocols had no
-    # version, the reference's own images did.
-    reference_protocol = evaluator.describe_protocol() | {"version": 2}
-    reference_protocol |= {"clip": clip.sha256} if clip else {}
-    protocols = {}
-    for suffix, stream in job.streams.items():
-        protocol = job.describe_protocol(stream) | reference_protocol
-        digest = hash_content(protocol, sort_keys=True)[:8]
-        out = f"{run}/evaluation/{trained.file.parent.name}-{digest}"
-        protocols[os.path.expanduser(f"{cfg.out}{suffix}" if cfg.out else out)] = protocol
-
-    def measure(labels: Tensor, latents: Tensor) -> dict[str, Tensor]:
-        scores = {} if clip is None else {CLIP: clip(labels, latents)}
-        return evaluator.compute_latent_features(latents) | scores
-
-    parts = next(iter(protocols)) + "".join(job.streams)
-    chunks = job.run(Path(f"{parts}.parts"), reference_protocol, measure)
-    results = {}
-    for suffix, (out, protocol) in zip(job.streams, protocols.items(), strict=True):
-        if ranks.first:
-            results[out] = summarise(chunks, suffix, evaluator, originals) | {
-                "protocol": protocol,
-                "environment": describe_environment(trained.device),
-                "classes": conditions.list_names(cfg.count),
-            }
-            write_json(Path(f"{out}.json"), results[out])
-    return chunks, results
+    return os.path.expanduser(cfg.out or f"{run}/evaluation/{weights.parent.name}-")
 
 
-def note_few_samples(cfg: EvaluateConfig, evaluator: Evaluator, ranks: Ranks) -> None:
-    """Says for which feature spaces there will be too few samples."""
-    from evaluation.distances import explain_too_few
+class Comparison:
+    """The images that samples are compared with; all values of a sweep share them."""
 
-    for name, space in evaluator.spaces.items():
-        too_few = explain_too_few(cfg.count, space.dim)
-        if too_few:
-            ranks.say(f"note: {name}: {too_few}")
+    def __init__(self, cfg: EvaluateConfig, job: SampleJob) -> None:
+        from evaluation.clip import ClipScore
+        from evaluation.distances import explain_too_few
+        from evaluation.evaluator import Evaluator
+
+        trained = job.trained
+        decode = trained.autoencoder.decode
+        self.clip = ClipScore(cfg.clip, job.stream.conditions, decode) if cfg.clip else None
+        self.evaluator = Evaluator(
+            cfg, trained.spec, trained.data, trained.autoencoder, trained.device, job.ranks
+        )
+        self.originals = self.evaluator.collect_originals(trained.spec, trained.data, job.ranks)
+        for name, space in self.evaluator.spaces.items():
+            too_few = explain_too_few(cfg.count, space.dim)
+            if too_few:
+                job.ranks.say(f"note: {name}: {too_few}")
+
+        # Version 2: held-out images give the threshold of `copied`; before, when protocols had no
+        # version, the reference's own images did.
+        self.protocol = self.evaluator.describe_protocol() | {"version": 2}
+        self.protocol |= {"clip": self.clip.sha256} if self.clip else {}
+
+    def measure(self, labels: Tensor, latents: Tensor) -> dict[str, Tensor]:
+        """Returns what a chunk keeps of samples: their features, and their CLIP scores."""
+        scores = {} if self.clip is None else {CLIP: self.clip(labels, latents)}
+        return self.evaluator.compute_latent_features(latents) | scores
+
+    def evaluate(
+        self, job: SampleJob, place: str, named: bool
+    ) -> tuple[ResumableChunks, dict[str, dict[str, Any]]]:
+        """Draws the samples of a job, and writes a file of figures for each of its streams, whose
+        path begins with `place`; `named` says that `out` is set. Returns the chunks of the samples,
+        and on rank 0 a dict: path of a file, without .json -> its content."""
+        from common.environment import describe_environment
+        from common.files import hash_content, write_json
+
+        # Put a hash of the protocol into the name of a file in the run's folder, so that different
+        # settings write different files.
+        protocols = {}
+        for suffix, stream in job.streams.items():
+            protocol = job.describe_protocol(stream) | self.protocol
+            digest = hash_content(protocol, sort_keys=True)[:8]
+            protocols[place + (suffix if named else digest)] = protocol
+        parts = next(iter(protocols)) + "".join(job.streams)
+        chunks = job.run(Path(f"{parts}.parts"), self.protocol, self.measure)
+
+        results: dict[str, dict[str, Any]] = {}
+        if job.ranks.first:
+            figures = self.summarise(chunks, list(job.streams))
+            for (out, protocol), values in zip(protocols.items(), figures, strict=True):
+                results[out] = values | {
+                    "protocol": protocol,
+                    "environment": describe_environment(job.trained.device),
+                    "classes": job.stream.conditions.list_names(job.cfg.count),
+                }
+                write_json(Path(f"{out}.json"), results[out])
+        return chunks, results
+
+    def summarise(self, chunks: ResumableChunks, suffixes: list[str]) -> list[dict[str, Any]]:
+        """Computes the figures of the samples of each stream, given by the suffix of its tensors;
+        holds the features of one chunk at a time."""
+        import torch
+
+        from evaluation.distances import collect_stats, compute_figures
+
+        scores: dict[str, list[Tensor]] = {suffix: [] for suffix in suffixes}
+
+        def read_features() -> Iterator[dict[str, Tensor]]:
+            for chunk in chunks:
+                for suffix in suffixes if self.clip else ():
+                    scores[suffix].append(chunk.pop(CLIP + suffix))
+                yield chunk
+
+        stats = collect_stats(read_features())
+        results = []
+        for suffix in suffixes:
+            fake = {name: stats[name + suffix] for name in self.evaluator.spaces}
+            figures = compute_figures(fake, self.evaluator.reference, *self.originals)
+            score = {CLIP: float(torch.cat(scores[suffix]).mean())} if self.clip else {}
+            results.append({"features": figures, **score})
+        return results
 
 
-def summarise(
-    chunks: ResumableChunks, suffix: str, evaluator: Evaluator, originals: list[StatsBySpace]
-) -> dict[str, Any]:
-    """Computes the figures of the samples whose tensors have this `suffix`; holds the features of
-    one chunk at a time."""
-    import torch
-
-    from evaluation.distances import collect_stats, compute_figures
-
-    stats = collect_stats({n: chunk[n + suffix] for n in evaluator.spaces} for chunk in chunks)
-    result: dict[str, Any] = {"features": compute_figures(stats, evaluator.reference, *originals)}
-    if CLIP in chunks.read(0):
-        scores = [chunk[CLIP + suffix] for chunk in chunks]
-        result[CLIP] = float(torch.cat(scores).mean())
-    return result
-
-
-def compare_values(results: Mapping[str, dict[str, Any]]) -> None:
-    """Prints a table of the figures of a sweep, and for each feature space and file of weights the
-    lowest distance beside that without guidance. Draws the distances in an SVG beside the files of
+def compare_values(results: Mapping[str, dict[str, Any]], out: str | None) -> None:
+    """Prints a table of the figures of a sweep, and for each distance the value with the lowest one
+    beside the best one without guidance. Draws the distances in <out>.svg, or beside the files of
     the figures. `results` maps the path of each, without .json, to its content."""
     rows = {}
-    curves: dict[str, dict[float, float]] = {}
+    distances: dict[str, dict[tuple[str, float], float]] = {}
     for result in sorted(results.values(), key=lambda result: result["protocol"]["guidance"]):
         guidance = result["protocol"]["guidance"]
         weights = Path(result["protocol"]["weights"]["file"]).stem
@@ -221,31 +243,43 @@ def compare_values(results: Mapping[str, dict[str, Any]]) -> None:
         for space, figures in result["features"].items():
             rows[f"{space}, {weights}, guidance={guidance:g}{score}"] = figures
             kind = "kd" if figures["fd"] is None else "fd"
-            curves.setdefault(f"{kind}_{space}, {weights}", {})[guidance] = figures[kind]
+            distances.setdefault(f"{kind}_{space}", {})[weights, guidance] = figures[kind]
 
     table = sorted(rows.items(), key=lambda item: item[0].partition("guidance=")[0])
     print(f"\n{format_figures(dict(table))}")
-    for name, distances in curves.items():
-        best, *_ = sorted(distances, key=distances.__getitem__)
-        unguided = f", without it {distances[1.0]:.4g}" if 1.0 in distances else ""
-        print(f"{name}: lowest {distances[best]:.4g} at guidance={best:g}{unguided}")
+    for name, points in distances.items():
+        ranked = sorted(points, key=points.__getitem__)
+        chosen = ranked[:1] + [point for point in ranked if point[1] == 1.0][:1]
+        facts = [f"{points[w, g]:.4g} with {w}, guidance={g:g}" for w, g in chosen]
+        print(f"{name}: lowest {'; without guidance '.join(facts)}")
     if find_spec("matplotlib") is None:
         print("no plot: pip install 'fastlatent[report]'")
         return
+    file = Path(f"{os.path.expanduser(out) if out else next(iter(results)) + '-sweep'}.svg")
+    draw_distances(file, distances)
+    print(file, flush=True)
+
+
+def draw_distances(file: Path, distances: Mapping[str, dict[tuple[str, float], float]]) -> None:
+    """Draws each distance, given by weights and guidance, over guidance with a curve for each file
+    of weights; or if there is one scale alone, over the weights."""
     from matplotlib.figure import Figure
 
     from common.files import create_file
 
-    figure = Figure(layout="constrained")
-    axes = figure.add_subplot(xlabel="guidance", ylabel="distance")
-    for name, distances in curves.items():
-        axes.plot([*distances], [*distances.values()], marker="o", label=name)
-    axes.axvline(1.0, linestyle=":", label="without guidance")
-    axes.legend()
-    file = Path(f"{next(iter(results))}-sweep.svg")
+    over = int(len({guidance for points in distances.values() for _, guidance in points}) > 1)
+    figure = Figure(figsize=(5.0 * len(distances), 4.0), layout="constrained")
+    panels = figure.subplots(1, len(distances), squeeze=False)[0]
+    for axes, (name, points) in zip(panels, distances.items(), strict=True):
+        axes.set(title=name, xlabel=("weights", "guidance")[over])
+        for curve in dict.fromkeys(point[1 - over] for point in points):
+            line = {point[over]: d for point, d in points.items() if point[1 - over] == curve}
+            axes.plot([*line], [*line.values()], marker="o", label=curve)
+        if over:
+            axes.axvline(1.0, linestyle=":", label="without guidance")
+        axes.legend()
     with create_file(file) as stream:
         figure.savefig(stream, format="svg")
-    print(file, flush=True)
 
 
 def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:

@@ -216,19 +216,20 @@ def draw_streams(
     """Draws batch `number` of each stream. If there are several, they must differ in the scale of
     guidance alone, and guided ones come first: until guidance begins, all paths are equal, and the
     model runs for the first stream only."""
-    # Input and output of the first stream's calls, up to the first with a doubled batch.
-    kept: list[tuple[Tensor, Tensor]] = []
+    # Velocities of the first stream's calls, up to the first call with a doubled batch.
+    kept: list[Tensor] = []
     for stream in streams:
         known = iter([*kept])
 
         def run(x: Tensor, *args: Any, known: Any = known, **options: Any) -> Tensor:
-            for kept_x, velocity in islice(known, 1):
-                if torch.equal(kept_x, x):
+            # A stream without guidance makes no call with a doubled batch.
+            for velocity in islice(known, 1):
+                if len(velocity) == len(x):
                     return velocity
             velocity = streams[0].model(x, *args, **options)
-            if len(streams) > 1 and all(len(kept_x) == streams[0].batch_size for kept_x, _ in kept):
+            if len(streams) > 1 and all(len(v) == streams[0].batch_size for v in kept):
                 # Copy, because a CUDA graph of the compiler writes its next result to this memory.
-                kept.append((x, velocity.clone()))
+                kept.append(velocity.clone())
             return velocity
 
         yield replace(stream, model=run).draw_batch(number)
