@@ -32,7 +32,7 @@ from common.text import replace_non_finite
 from data.order import draw_permutation
 from data.spec import LatentSpec
 from encoding.decoding import DecodedImages, make_decoding_loader
-from encoding.images import CONVERTED, RESIZE, has_other_profile, read_with_retries
+from encoding.images import RESIZE, has_other_profile, read_with_retries
 from encoding.sources import list_images
 from evaluation.distances import (
     FIRST_SAMPLES,
@@ -71,20 +71,22 @@ class ReferenceImages:
     these images. Read each iterator to its end before you take the next one."""
 
 
-def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
-    """Opens the images in `folder` (a folder of images, WebDataset tars, or a set that Hugging Face
-    `datasets` saved), cropped to squares of `side` pixels.
+def make_folder_source(cfg: FdConfig, side: int) -> ReferenceImages:
+    """Opens the images in `cfg.reference` (a folder of images, WebDataset tars, or a set that
+    Hugging Face `datasets` saved), cropped to squares of `side` pixels.
 
-    Labels are ignored. If there are more than `limit` images, it takes `limit` of them, the same
-    ones every time. While images are read, it prints which ones cannot be decoded, and leaves them
-    out. Raises UserError if the folder has no images, or later, if a file cannot be read.
+    Labels are ignored. If there are more than `cfg.reference_count` images, it takes as many of
+    them, the same ones every time. While images are read, it prints which ones cannot be decoded,
+    and leaves them out. Raises UserError if the folder has no images, or later, if a file cannot be
+    read.
     """
+    folder = str(cfg.reference)
     path = Path(folder).expanduser()
     try:
         listed = list_images(path, "none").entries
     except ValueError as error:
         raise UserError(str(error).replace(f"source={path}", f"reference={folder}", 1)) from error
-    entries = [listed[i] for i in draw_permutation(len(listed), 0).tolist()[:limit]]
+    entries = [listed[i] for i in draw_permutation(len(listed), 0).tolist()[: cfg.reference_count]]
 
     # Hash the bytes of all images, not only names and sizes: a file of the same name and size may
     # hold another image.
@@ -93,10 +95,12 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     for entry in entries:
         content = read_with_retries(entry)
         digest.update(hashlib.sha256(content).digest())
-        converted = converted or has_other_profile(content, entry.key)
+        converted |= cfg.convert_profile and has_other_profile(content, entry.key)
 
     def read_batches(wanted: range) -> Images:
-        dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
+        dataset = DecodedImages(
+            entries[wanted.start : wanted.stop], side, convert_profile=cfg.convert_profile
+        )
         workers = int(len(wanted) > BATCH_IMAGES)
         for batch in make_decoding_loader(dataset, BATCH_IMAGES, workers):
             for reason in batch.reasons:
@@ -109,7 +113,7 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     facts = {
         "kind": "images",
         "sha256": digest.hexdigest(),
-        "resize": f"{RESIZE}, {side}{CONVERTED * converted}",
+        "resize": f"{RESIZE}, {side}{', convert_profile=true' * converted}",
         "count": len(entries),
     }
     return ReferenceImages(facts, lambda ranges: map(read_batches, ranges))
@@ -198,7 +202,7 @@ class Evaluator:
                 raise UserError(
                     f"{name}: samples of {height}×{width} are not square; leave reference out."
                 )
-            self.source = make_folder_source(cfg.reference, height, cfg.reference_count)
+            self.source = make_folder_source(cfg, height)
         elif data is not None:
             self.source = make_reconstructions(data, spec, autoencoder, device, cfg.reference_count)
         else:

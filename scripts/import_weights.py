@@ -212,8 +212,11 @@ def read_statistics(file: Path, channels: int) -> list[list[float]]:
         for name in (("latents_bias", "latents_scale") if is_irepa else ("mean", "std"))
         if is_dense(content.get(name)) and content[name].numel() == channels
     ]
-    if len(columns) != 2:
-        raise UserError(f"{file} must hold the tensors mean and std of {channels} channels each.")
+    if len(columns) != 2 or not columns[1].all():
+        raise UserError(
+            f"{file} must hold the tensors mean and std, or latents_bias and latents_scale, of "
+            f"{channels} channels each, and neither std nor scale may be 0."
+        )
     if is_irepa:
         columns[1] = 1.0 / columns[1]
     return [column.tolist() for column in columns]

@@ -74,7 +74,8 @@ def read_checkpoint(file: Path, weights: str) -> Keys:
     """
     with torch.serialization.safe_globals([argparse.Namespace]):
         content = read_content(file, "its content")
-    args = getattr(content.get("args"), "__dict__", {})
+    args = content.get("args")
+    args = args if isinstance(args, dict) else getattr(args, "__dict__", {})
     for name in (file.name, str(args.get("model"))):
         if DIT_NAME.search(name):
             raise UserError(

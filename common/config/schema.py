@@ -295,6 +295,9 @@ class FdConfig:
     """Folder of images to compare with; null: decode training latents instead."""
     reference_count: EnoughSamples = 10_000
     """Largest number of reference images to use."""
+    convert_profile: bool = True
+    """Convert the colours of reference images with an ICC profile to sRGB; `false`: read them as
+    sRGB, as runs did that began before this key."""
     inception: str | None = None
     """Path of the file with torch-fidelity's Inception weights."""
     dinov2: str | None = None

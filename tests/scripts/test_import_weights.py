@@ -162,8 +162,9 @@ def test_a_checkpoint_of_something_else_is_refused(content, sentence, publish, t
     ],
 )
 def test_the_arguments_of_the_training_tell_what_a_checkpoint_is(kind, args, sentence, publish):
-    with expect_refusal(sentence):
-        publish({"ema": SIT, "args": argparse.Namespace(**args)}, kind=kind)
+    for content in (args, argparse.Namespace(**args)):
+        with expect_refusal(sentence):
+            publish({"ema": SIT, "args": content}, kind=kind)
 
 
 def test_irepa_is_normalised_by_its_file(publish, tmp_path):

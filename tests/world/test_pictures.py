@@ -13,6 +13,7 @@ import pytest
 from PIL import Image, ImageCms
 from torch.utils.data import DataLoader
 
+from common.config.schema import FdConfig
 from common.files import ROOT
 from data.manifest import read_manifest
 from encoding.decoding import DecodedImages, collate
@@ -34,7 +35,7 @@ def test_a_strip_is_listed_and_does_not_end_a_job_or_a_reference(more_photos, jo
     save_files(more_photos, "cat/strip.png", content=encode_png(1, 400_000))
     reason = "16×6400000 pixels before the crop are above max_megapixels=80"
     assert read_manifest(job(source=more_photos)).skipped == [f"cat/strip.png: {reason}"]
-    reference = make_folder_source(str(more_photos), 16, 100)
+    reference = make_folder_source(FdConfig(reference=str(more_photos)), 16)
     assert reference.facts["resize"] == f"{RESIZE}, 16"
     (batches,) = reference.images([range(21)])
     assert sum(len(batch) for batch in batches) == 20
@@ -109,7 +110,10 @@ def test_colours_are_those_that_pillow_converts_by_the_profile(case):
 def test_images_with_another_profile_are_counted(more_photos, job, capsys):
     profile = (PROFILES / "AdobeCompat-v2.icc").read_bytes()
     save_files(more_photos, "cat/p.png", content=encode("RGB", "PNG", 3, icc_profile=profile))
-    assert make_folder_source(str(more_photos), 16, 99).facts["resize"].endswith(CONVERTED)
+    for convert in (True, False):
+        cfg = FdConfig(reference=str(more_photos), convert_profile=convert)
+        resize = make_folder_source(cfg, 16).facts["resize"]
+        assert resize == f"{RESIZE}, 16" + ", convert_profile=true" * convert
     assert read_manifest(job(source=more_photos)).resize == RESIZE + CONVERTED
     for key, outcome in (("true", "converted"), ("false", "read as sRGB")):
         words = [f"convert_profile={key}", "dry_run=true", "batch_size=8"]
