@@ -114,7 +114,7 @@ def evaluate_run(cfg: EvaluateConfig) -> list[dict[str, Any]]:
         place = find_place(config, job.trained.file)
         if comparison is None:
             calls = len(configs) * job.count_calls() * cfg.count
-            ranks.say(f"the model will run for {calls:,} samples")
+            ranks.say(f"in all, the model runs on {calls:,} samples")
             comparison = Comparison(cfg, job)
         chunks, content = comparison.evaluate(job, place, named=cfg.out is not None)
         pieces.append(chunks)
