@@ -2,7 +2,8 @@
 
 A reader takes the files of a source and yields its parts, pairs of the number of samples in a part
 and an iterator over them; so the samples are counted without reading any. A file of columns has
-the samples of a part as rows of its tensors; a listed file has one sample; a tar has one part.
+the samples of a part as rows of its tensors, or one sample; a listed file has one sample; a tar has
+one part.
 
 This module unpickles no Python objects: it reads `.npy` and `.npz` without objects, `.pt` with
 `weights_only=True`, safetensors, and labels in `.cls` or `.json`. It raises a UserError if labels
@@ -41,7 +42,7 @@ LABEL_NAMES = ("label", "cls", "class")
 """Names under which a .json member of a tar may hold the label."""
 NAMING = {
     "latents": "",
-    "labels": ", for .npy and .pt also labels=<file>, or import without labels: classes=none",
+    "labels": ", for .npy, .npz and .pt also labels=<file>, or import without labels: classes=none",
 }
 """Our name of a column -> what else than a key names it, for the message that it is missing."""
 Sample = tuple[str, Mapping[str, Any]]
@@ -108,11 +109,11 @@ def read_plain(file: Path) -> Any:
             # Copy on write, because PyTorch warns about read-only arrays.
             return np.load(file, mmap_mode="c")
         if file.suffix == ".npz":
-            with file.open("rb") as stream:
-                content = np.load(stream, allow_pickle=False)
-                # A compressed array may be a thousand times as large as its file.
-                if any(member.compress_type for member in content.zip.infolist()):
-                    raise ValueError("its arrays are compressed, write them by numpy.savez")
+            # A compressed array may be a thousand times as large as its file.
+            with zipfile.ZipFile(file) as archive:
+                if any(member.compress_type for member in archive.infolist()):
+                    raise UserError(f"{file} holds compressed arrays; write them by numpy.savez.")
+            with np.load(file) as content:
                 return dict(content)
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -140,8 +141,9 @@ def read_content(file: Path, key: str) -> dict[Any, Any]:
 
 def open_columns(file: Path, options: ForeignOptions) -> dict[str, Any]:
     """Returns the columns `latents`, `labels` and `mirrored` of a file, those which it has and
-    which are imported, each an array with one row per sample. Raises UserError if one is missing,
-    is no array, or has another length than the others."""
+    which are imported, each an array with one row per sample. A file of one sample, as sd-scripts
+    and musubi-tuner write it beside an image, gives columns of one row. Raises UserError if a
+    column is missing, is no array, or has another length than the others."""
     content = read_content(file, options.latents_key)
     # If a file has tensors of one size, name them also without it: latents_1x32x32_bfloat16 becomes
     # latents, and latents_flipped_32x32 latents_flip.
@@ -174,6 +176,12 @@ def open_columns(file: Path, options: ForeignOptions) -> dict[str, Any]:
                 f"{file}: {name} is a {type(column).__name__}, and no dense tensor with a row for "
                 "each sample; save it as one, an expanded tensor as .contiguous()."
             )
+
+    # One sample's latents have the shape (C, H, W), or with a key such as latents_1x32x32_bfloat16
+    # (C, 1, H, W).
+    sized = any(re.match(r"latents_\d+x\d+x\d+_", str(key)) for key in content)
+    if sized or columns["latents"].ndim == 3:
+        columns |= {name: columns[name][None] for name in columns.keys() - {"labels"}}
     counts = {name: len(column) for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         lengths = " and ".join(f"{count} {name}" for name, count in counts.items())
@@ -182,9 +190,15 @@ def open_columns(file: Path, options: ForeignOptions) -> dict[str, Any]:
 
 
 def read_columns(files: list[Path], options: ForeignOptions) -> Parts:
-    """Reads files with the tensors of many samples; the labels may be in a second file,
-    `options.labels`."""
+    """Reads files with the tensors of many samples or of one; the labels may be in a second file,
+    `options.labels`. Raises UserError for latents of the VAE of Qwen-Image by musubi-tuner."""
     for file in files:
+        if re.search(r"\d+x\d+_(qi[el]?|kr2)\.safetensors$", file.name):
+            raise UserError(
+                f"{file} holds latents of Qwen-Image that musubi-tuner normalised per channel, "
+                "which no scale undoes; encode the pictures by precompute_latents.py "
+                "encoder=qwen_image."
+            )
         columns = open_columns(file, options)
         count = len(columns["latents"])
         rows = (
@@ -192,12 +206,6 @@ def read_columns(files: list[Path], options: ForeignOptions) -> Parts:
             for i in range(count)
         )
         yield count, rows
-
-
-def read_caches(files: list[Path], options: ForeignOptions) -> Parts:
-    """Reads files with the tensors of one sample each, as sd-scripts and musubi-tuner write them
-    beside images. They have no labels."""
-    yield len(files), ((str(file), open_columns(file, options)) for file in files)
 
 
 def read_files(labels: Mapping[Path, Any]) -> Parts:
@@ -350,14 +358,9 @@ FORMATS = (
     Format("a .npy, .npz or .pt file", r"[^/].*\.(npy|npz|pt|pth)", read_columns),
     Format("a folder with latents.npy and labels.npy", r"/latents\.npy", read_columns),
     Format(
-        "safetensors files",
-        r"(?!/.*(_\d+x\d+_[a-z0-9]+|_te)\.safetensors).*\.safetensors",
+        "safetensors or .npz files",  # but those of text encoders and of statistics
+        r"(?!/.*(_te(_outputs)?|statistics)\.\w+$)(.*\.safetensors|/.*\.npz)",
         read_columns,
-    ),
-    Format(
-        "files of sd-scripts or musubi-tuner",
-        r"/(?!.*_te(_outputs)?\.npz).*\.npz|/.*_\d+x\d+_[a-z0-9]+\.safetensors",
-        read_caches,
     ),
     Format("WebDataset tars with one key per sample", r".*\.tar", read_tars),
     LISTED,
@@ -397,8 +400,9 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
     has_second_file = known in FORMATS[:2]
     if options.labels is not None and not (options.labelled and has_second_file):
         raise UserError(
-            f"labels={options.labels} goes with a .npy or .pt file and not with classes=none; "
-            "leave labels out, and set labels_key=<name> where the source names its own."
+            f"labels={options.labels} goes with a .npy, .npz or .pt file and not with "
+            "classes=none; leave labels out, and set labels_key=<name> where the source names its "
+            "own."
         )
     if options.labelled and "/latents.npy" in files:
         options = options._replace(labels=options.labels or str(path / "labels.npy"))

@@ -76,7 +76,7 @@ class ImportConfig:
     """What the channels of the source hold. none: the latents; mean_std or mean_logvar: first the
     posterior's mean, then its std or the log of its variance."""
     labels: str | None = None
-    """A second .npy or .pt file with the class indices of the samples of a .npy or .pt file."""
+    """A second .npy, .npz or .pt file with the class indices of the samples of such a file."""
     latents_key: str = "latents"
     """Name of the latents in a file of named tensors or in the members of a tar."""
     labels_key: str = "labels"

@@ -17,8 +17,8 @@ from common.errors import UserError
 MAX_SIBLINGS = 1000
 """Largest number of files of a folder among which a message looks for a similar name."""
 LATENT_FILE = re.compile(
-    r"[^/].*\.(npy|npz|pt|pth)|.*\.safetensors|/latents\.npy|/.*_(features|labels)"
-    r"|.*_\d+x\d+_\w+\.npz"
+    r"[^/].*\.(npy|npz|pt|pth)|/latents\.npy|/.*_(features|labels)"
+    r"|(?!/.*(_te(_outputs)?|statistics)\.\w+$)(.*\.safetensors|/.*\.npz)"
 )
 """Matches the name of a file in which another tool stores latents, or with a slash before it that
 of an entry of a folder of such files; encoding/foreign.py reads them."""

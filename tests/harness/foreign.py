@@ -38,7 +38,7 @@ def pt_alone(path, latents, labels):
 def safetensors(path, latents, labels):
     for i, part in enumerate(torch.arange(COUNT).split(13)):
         tensors = {"latents": latents[part], "labels": labels[part]}
-        save_file(tensors, path / f"latents_{i}.safetensors")
+        save_file(tensors, path / f"imagenet_256x256_{i}.safetensors")
     return {"source": str(path)}
 
 
@@ -79,9 +79,15 @@ def tars(path, latents, labels):
 
 def sd_scripts(path, latents, labels):
     """Writes files as library/strategy_base.py and strategy_flux.py of kohya-ss/sd-scripts at
-    48d368f do, with flip_aug, beside the output of a text encoder."""
+    48d368f do, with flip_aug, beside the output of a text encoder; earlier versions wrote the names
+    without sizes."""
     for i, sample in enumerate(latents.numpy()):
-        arrays = {"latents_8x8": sample, "latents_flipped_8x8": -sample, "crop_ltrb_8x8": [0] * 4}
+        size = "_8x8" * (i % 2)
+        arrays = {
+            f"latents{size}": sample,
+            f"latents_flipped{size}": -sample,
+            f"crop_ltrb{size}": [0] * 4,
+        }
         np.savez(path / f"{i:04d}_0064x0064_flux.npz", **arrays)
     np.savez(path / "0000_flux_te.npz", l_pooled=latents)
     return {"source": str(path), "classes": "none"}
@@ -90,11 +96,11 @@ def sd_scripts(path, latents, labels):
 def musubi(path, latents, labels):
     """Writes files as src/musubi_tuner/dataset/cache_io.py and image_video_dataset.py of
     kohya-ss/musubi-tuner at 30c658c do."""
-    facts = {"architecture": "qwen_image", "format_version": "1.0.1"}
+    facts = {"architecture": "hunyuan_video", "format_version": "1.0.1"}
     for i, sample in enumerate(latents):
         tensors = {"latents_1x8x8_float32": sample[:, None].clone()}
-        save_file(tensors, path / f"{i:04d}_0064x0064_qi.safetensors", facts)
-    save_file({"varlen_vl_embed_float32": latents}, path / "0000_qi_te.safetensors", facts)
+        save_file(tensors, path / f"{i:04d}_0064x0064_hv.safetensors", facts)
+    save_file({"llm_float32": latents}, path / "0000_hv_te.safetensors", facts)
     return {"source": str(path), "classes": "none"}
 
 
