@@ -57,7 +57,7 @@ OPTIONAL_CODECS = {
 its codec."""
 PLUGINS = dict.fromkeys(
     (".heic", ".heif", ".hif"), ("pillow_heif.HeifImagePlugin", "pillow-heif")
-) | {".jxl": ("pillow_jxl", "pillow-jxl-plugin")}
+) | {".jxl": ("pillow_jxl.JpegXLImagePlugin", "pillow-jxl-plugin")}
 """Each extension of a format that Pillow reads only with another package -> the module that adds
 the format to Pillow when it is imported, and the package's name."""
 Conversion = ImageCms.ImageCmsTransform | None
@@ -181,6 +181,9 @@ def describe_kind(name: str) -> str:
         return "without extension"
     if suffixes[-2:-1] == [".tar"]:
         return "".join(suffixes[-2:])
+    if suffixes[-1] in PLUGINS:
+        _, package = PLUGINS[suffixes[-1]]
+        return f"{suffixes[-1]} (read in folders, after pip install {package})"
     # In a WebDataset tar the extension begins at the first dot: `x.seg.png` has the extension
     # `.seg.png`, so it is not used as the image of the sample x.
     return find_obstacle(suffixes[-1]) or "images with two dots in their names"
@@ -200,12 +203,11 @@ def find_obstacle(extension: str) -> str | None:
     and the installed Pillow has the codec; or a package of `PLUGINS` reads them, which this
     function imports. Otherwise returns the extension, with what is missing to read such images."""
     if extension in PLUGINS:
-        module, package = PLUGINS[extension]
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            return f"{extension} (pip install {package})"
-        return None
+        with suppress(ImportError):
+            plugin = importlib.import_module(PLUGINS[extension][0])
+            # Each worker decodes on one core; the package for JXL would use all in each of them.
+            vars(plugin)["DECODE_THREADS"] = 1
+            return None
     name = EXTENSIONS.get(extension)
     if name in OPTIONAL_CODECS and not features.check(OPTIONAL_CODECS[name]):
         return f"{extension} (this Pillow has no {name})"
@@ -299,7 +301,7 @@ def build_conversion(profile: bytes, mode: str) -> Conversion:
         mode,
         "RGB",
         # It keeps white, and the colours that sRGB has too. For a profile of three primaries, such
-        # as those of cameras and screens, any other intent does the same.
+        # as those of cameras and screens, perceptual and saturation do the same.
         ImageCms.Intent.RELATIVE_COLORIMETRIC,
     )
 
@@ -345,9 +347,10 @@ def decode_image(
 
     A box filter halves the image while its shorter side is at least 2·`side`, then a bicubic filter
     resizes it: the crop of ADM (Dhariwal & Nichol 2021), with which DiT and its successors made
-    their latents. Raises UnusableError for an image of more than `max_megapixels`, before anything
-    is decoded (but the package for JXL decodes when it opens a file), and for one so narrow that it
-    would be as large before the crop.
+    their latents. Colours are converted between the two, where an image is small; if it has
+    transparent pixels, before both. Raises UnusableError for an image of more than
+    `max_megapixels`, before anything is decoded (but the package for JXL decodes when it opens a
+    file), and for one so narrow that it would be as large before the crop.
     """
     with open_image(content, key) as image:
         if image.width * image.height > 1e6 * max_megapixels:
@@ -360,10 +363,13 @@ def decode_image(
         with silence_stderr() if image.format == "TIFF" else nullcontext():
             image.load()
         ImageOps.exif_transpose(image, in_place=True)
-        image = convert_to_rgb(image, background, conversion)
+        transparent = image.has_transparency_data
+        image = convert_mode(image, background, conversion)
 
     while min(image.size) >= 2 * side:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    if conversion and not transparent:
+        image = conversion.apply(image)
     scale = side / min(image.size)
     width, height = (max(side, round(length * scale)) for length in image.size)
     if width * height > max(1e6 * max_megapixels, 16 * side**2):
@@ -387,9 +393,9 @@ def mend_colour_key(image: ImageFile.ImageFile) -> None:
         image.info["transparency"] = key * (85 if raw == "L;2" else 17)
 
 
-def convert_to_rgb(image: Image.Image, background: str, conversion: Conversion) -> Image.Image:
-    """Converts the image to mode RGB, its colours by `conversion` if there is one, with transparent
-    pixels composited on `background`.
+def convert_mode(image: Image.Image, background: str, conversion: Conversion) -> Image.Image:
+    """Converts an opaque image to the mode that `conversion` takes, or to RGB if that is None; and
+    one with transparent pixels to RGB, its colours by `conversion`, composited on `background`.
 
     Raises UnusableError for 32-bit or floating-point grey, since no file states its range.
     """
@@ -405,14 +411,14 @@ def convert_to_rgb(image: Image.Image, background: str, conversion: Conversion) 
         raise UnusableError(
             f"grey of mode {image.mode} has no known range; save it with 8 or 16 bits"
         )
-    transparent = image.has_transparency_data
-    if transparent:
-        image = image.convert("RGBA")
-    colours = image.convert(conversion.input_mode if conversion else "RGB")
+    mode = conversion.input_mode if conversion else "RGB"
+    if not image.has_transparency_data:
+        return image.convert(mode)
+
+    image = image.convert("RGBA")
+    colours = image.convert(mode)
     if conversion:
         colours = conversion.apply(colours)
-    if not transparent:
-        return colours
     canvas = Image.new("RGB", image.size, background)
     canvas.paste(colours, mask=image)
     return canvas

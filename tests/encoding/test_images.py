@@ -46,9 +46,12 @@ SETTINGS = {"JPEG": {"quality": 95}, "AVIF": {"quality": 95}, "WEBP": {"lossless
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_decoded_and_of_several_frames_the_first(name):
-    settings = dict(SETTINGS.get(name, {}))
+    settings = SETTINGS.get(name, {})
     if name in ("GIF", "TIFF", "WEBP"):
-        settings |= {"save_all": True, "append_images": [Image.new("RGB", (32, 32), "red")]}
+        settings = settings | {
+            "save_all": True,
+            "append_images": [Image.new("RGB", (32, 32), "red")],
+        }
     content = encode_image(Image.new("RGB", (32, 32), (0, 128, 255)), name, **settings)
     pixels = decode_image(content, 16)
     assert (pixels.int() - torch.tensor([0, 128, 255]).view(3, 1, 1)).abs().max() <= 4
@@ -91,12 +94,8 @@ def make_png(size, bits, colour, rows, key):
     """A PNG of a kind that Pillow does not write, with the transparent colour `key`."""
     head = struct.pack(">IIBBBBB", *size, bits, colour, 0, 0, 0)
     png = b"\x89PNG\r\n\x1a\n"
-    for kind, content in (
-        (b"IHDR", head),
-        (b"tRNS", key),
-        (b"IDAT", zlib.compress(rows)),
-        (b"IEND", b""),
-    ):
+    chunks = {b"IHDR": head, b"tRNS": key, b"IDAT": zlib.compress(rows), b"IEND": b""}
+    for kind, content in chunks.items():
         checksum = struct.pack(">I", zlib.crc32(kind + content))
         png += struct.pack(">I", len(content)) + kind + content + checksum
     return png

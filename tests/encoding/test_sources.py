@@ -169,14 +169,14 @@ def test_every_extension_is_found(tmp_path):
 
 def test_images_of_a_codec_that_pillow_lacks_are_not_used_and_said(tmp_path, monkeypatch):
     monkeypatch.setattr(features, "check", lambda name: name != "avif")
-    monkeypatch.setitem(sys.modules, "pillow_jxl", None)
+    monkeypatch.setitem(sys.modules, "pillow_jxl.JpegXLImagePlugin", None)
     images.find_obstacle.cache_clear()
     text = list_images(save_files(tmp_path, "cat/1.png", "cat/2.avif", "cat/3.JXL")).describe(
         "x", 1
     )
     images.find_obstacle.cache_clear()
     assert "not used: 1 .avif (this Pillow has no AVIF) (e.g. cat/2.avif)" in text
-    assert "1 .jxl (pip install pillow-jxl-plugin) (e.g. cat/3.JXL)" in text
+    assert "1 .jxl (read in folders, after pip install pillow-jxl-plugin) (e.g. cat/3.JXL)" in text
 
 
 def test_names_that_are_not_utf8_are_used_and_shown_escaped(tmp_path):

@@ -81,7 +81,7 @@ def test_a_tar_with_two_samples_of_one_key_is_refused(tmp_path, names, sentence)
 
 
 def test_what_is_no_sample_of_a_tar_is_said(tmp_path):
-    others = {"._0.png": PNG, "1.seg.png": PNG, "2.png": b""}
+    others = {"._0.png": PNG, "1.seg.png": PNG, "2.png": b"", "3.heic": PNG}
     file = write_tar(tmp_path / "a.tar", label_images(0) | others)
     with tarfile.open(file, "a") as tar:
         link = tarfile.TarInfo("4.png")
@@ -97,6 +97,7 @@ def test_what_is_no_sample_of_a_tar_is_said(tmp_path):
     for text in (
         "1 images with two dots in their names (e.g. a.tar:1.seg.png)",
         "1 empty files (e.g. a.tar:2.png)",
+        "1 .heic (read in folders, after pip install pillow-heif) (e.g. a.tar:3.heic)",
         "2 links, devices and sparse members of tars (e.g. a.tar:4.png)",
     ):
         assert text in listed.describe("x", 1)
