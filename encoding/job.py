@@ -167,7 +167,10 @@ def refuse_other_source(
     """Raises UserError if `earlier`, which is job.json in `out`, is that of a job with other
     images, or with other of those `settings` that are known before an encoder is loaded; also if
     other images of the same names and sizes have replaced those of a finished shard."""
-    remedy = f"encode into another folder, out=<new> reuse={out}, which copies what is the same"
+    words = f"out=<new> reuse={out}"
+    if not earlier.get("convert_profile"):
+        words += " convert_profile=false"
+    remedy = f"encode into another folder, {words}, which copies what is the same"
     number = len(plan.images)
     if earlier.get("images", number) != number:
         raise UserError(

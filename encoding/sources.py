@@ -68,7 +68,7 @@ def list_job_images(
         return images
 
     images = list_source(str(cfg.source), earlier.get("manifest", {}).get("class_names", ()))
-    if earlier and not earlier.get("convert_profile"):
+    if earlier and cfg.convert_profile and not earlier.get("convert_profile"):
         cfg = replace(cfg, convert_profile=False)
         images.notes.append("the job goes on as it began: colour profiles are not converted")
     if not isinstance(cfg.held_out, str):
