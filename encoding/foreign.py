@@ -109,11 +109,12 @@ def read_plain(file: Path) -> Any:
             # Copy on write, because PyTorch warns about read-only arrays.
             return np.load(file, mmap_mode="c")
         if file.suffix == ".npz":
-            # A compressed array may be a thousand times as large as its file.
-            with zipfile.ZipFile(file) as archive:
-                if any(member.compress_type for member in archive.infolist()):
-                    raise UserError(f"{file} holds compressed arrays; write them by numpy.savez.")
+            if not zipfile.is_zipfile(file):
+                raise ValueError("File is not a zip file")
             with np.load(file) as content:
+                # A compressed array may be a thousand times as large as its file.
+                if any(member.compress_type for member in content.zip.infolist()):
+                    raise UserError(f"{file} holds compressed arrays; write them by numpy.savez.")
                 return dict(content)
         if file.suffix == ".safetensors":
             return load_file(file)
