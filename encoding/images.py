@@ -64,7 +64,7 @@ Conversion = ImageCms.ImageCmsTransform | None
 """How Pillow converts the colours of an image to sRGB; None: their values are read as sRGB."""
 RESIZE = "box-halving, bicubic, center crop"
 CONVERTED = "; colour profiles converted to sRGB"
-"""What `resize` of a manifest or a reference adds to `RESIZE` if images were so converted."""
+"""Text that a job appends to `RESIZE` in its manifest if it converts colour profiles."""
 MAX_NAMES_SHOWN = 20
 """Largest number of names, or of kinds of unused files, that a message lists; if there are more,
 the message states only how many."""

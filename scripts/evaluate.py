@@ -17,11 +17,11 @@ captions draws those of the training samples, in order (`prompts`), and `clip=<f
 model>` measures how well samples fit them. Several values of `guidance`, and of `length` for a run
 with snapshots, are compared on the same noise and reference, in a table and a plot; each has the
 figures that a command of its own gives, bit for bit unless a compiler makes other code for another
-batch size. <out>.json has the figures, the protocol (all settings
-that they depend on), and the names of the classes by number. Compare only figures with the same
-protocol. After a stop the same command continues from the pieces in <out>.parts and gives the same
-figures. The features of the reference are cached below $XDG_CACHE_HOME or ~/.cache; processes on
-several machines must share that folder and `out`.
+batch size. <out>.json has the figures, the protocol (all settings that they depend on), and the
+names of the classes by number. Compare only figures with the same protocol. After a stop the same
+command continues from the pieces in <out>.parts and gives the same figures. The features of the
+reference are cached below $XDG_CACHE_HOME or ~/.cache; processes on several machines must share
+that folder and `out`.
 """
 
 from __future__ import annotations

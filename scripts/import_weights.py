@@ -54,7 +54,7 @@ class Family(NamedTuple):
     scale: float = 0.0
     """Factor by which it multiplies latents; 0: it normalises them by their statistics."""
     is_reversed: bool = True
-    """Whether its time is 1 for the image, and 0 for noise."""
+    """Says that the model's time is 1 for the image and 0 for noise, the reverse of ours."""
 
 
 KINDS = {

@@ -223,9 +223,9 @@ def draw_streams(
 
         def run(x: Tensor, *args: Any, known: Any = known, **options: Any) -> Tensor:
             # A stream without guidance makes no call with a doubled batch.
-            for velocity in islice(known, 1):
-                if len(velocity) == len(x):
-                    return velocity
+            shared = next(known, None)
+            if shared is not None and len(shared) == len(x):
+                return shared
             velocity = streams[0].model(x, *args, **options)
             if len(streams) > 1 and all(len(v) == streams[0].batch_size for v in kept):
                 # Copy, because a CUDA graph of the compiler writes its next result to this memory.
