@@ -95,8 +95,9 @@ class Manifest:
     shift_factor: Finite | None = None
     input_range: list[Finite]
     resize: str
-    resolution: int | None = None
-    """Side of the images in pixels; None for imported latents."""
+    resolution: int | list[int] | None = None
+    """Side of the images in pixels, or [height, width] if they are not square; None for imported
+    latents."""
     psnr_db: float | None = None
     """PSNR, in dB, of the autoencoder's reconstructions of the first images; None if not
     measured."""

@@ -1,12 +1,13 @@
 """Decodes images in batches, in worker processes.
 
-Letters: S side of the square images in pixels, n images of a batch that could be decoded.
+Letters: H W height and width of the images in pixels, n images of a batch that could be decoded.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from common.config.contradictions import list_sides
 from common.workers import refuse_small_shared_memory
 from encoding.images import ImageEntry, decode_image, describe_error, read_with_retries
 
@@ -29,18 +31,18 @@ class DecodedImages(Dataset):
     """Decodes images to 8-bit tensors.
 
     An item is a pair: a hash of the image's bytes, and usually the image as a uint8 tensor
-    (3, S, S). If Pillow cannot decode the image, a text with its name and the reason is there
+    (3, H, W). If Pillow cannot decode the image, a text with its name and the reason is there
     instead. If no attempt could read the file, or if memory does not suffice, it is an OSError with
     such a text. It is None for an image whose hash is among those that are `known`.
     """
 
     known: Container[str] = ()
 
-    def __init__(self, entries: list[ImageEntry], side: int, **settings: Any) -> None:
-        """`settings` are keyword arguments of `decode_image`."""
+    def __init__(self, entries: list[ImageEntry], resolution: Any, **settings: Any) -> None:
+        """`resolution` and `settings` are arguments of `decode_image`."""
         self.entries = entries
-        self.side = side
-        self.decode = functools.partial(decode_image, side=side, **settings)
+        self.pixels = math.prod(list_sides(resolution))
+        self.decode = functools.partial(decode_image, resolution=resolution, **settings)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -72,7 +74,7 @@ class Decoded(NamedTuple):
     that processes share costs a file descriptor."""
 
     pixels: Tensor
-    """The n images that could be decoded: uint8, (n, 3, S, S)."""
+    """The n images that could be decoded: uint8, (n, 3, H, W)."""
     places: list[int]
     """Index of each of the n images in the full batch, which includes the images that failed."""
     reasons: list[str]
@@ -118,7 +120,7 @@ def make_decoding_loader(
     shared memory is too small."""
     batches = [batch.tolist() for batch in torch.arange(len(images)).split(sizes)]
     if workers:
-        batch_bytes = max(map(len, batches), default=0) * 3 * images.side**2
+        batch_bytes = max(map(len, batches), default=0) * 3 * images.pixels
         refuse_small_shared_memory(
             "processes that decode images",
             BATCHES_AHEAD * workers,

@@ -1,6 +1,6 @@
 """Encodes images to latents and writes these to shards (tar files); precompute_latents.py runs
-this. Letters: B or n images, S side of an image in pixels, C channels, H height and W width of the
-latents."""
+this. Letters: B or n images, S T height and width of an image in pixels, C channels, H height and W
+width of the latents."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from accel.device_memory import WORKER_BYTES, refuse_large_batch
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
+from common.config.contradictions import list_sides
 from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.output import Progress
@@ -29,6 +30,7 @@ from encoding.decoding import BATCHES_AHEAD, Decoded, DecodedImages, make_decodi
 from encoding.images import ImageEntry, ImageList, has_other_profile, read_with_retries
 from encoding.job import NumberedImage, Plan
 from encoding.reuse import EarlierSet
+from encoding.shapes import describe_shapes, read_aspect
 from encoding.shards import (
     WHOLE,
     ChannelSums,
@@ -54,7 +56,7 @@ class EncodeStep:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Encodes images (B, 3, S, S) in [-1, 1]; returns the mean and the std of the posterior,
+        """Encodes images (B, 3, S, T) in [-1, 1]; returns the mean and the std of the posterior,
         both (B, C, H, W). If the encoder has no posterior, returns the latents and None."""
         return self.forward(images)
 
@@ -78,7 +80,7 @@ def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> Dec
 
 
 def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
-    """Returns the first images that can be decoded, (n, 3, S, S) in [-1, 1]; n is at most
+    """Returns the first images that can be decoded, (n, 3, S, T) in [-1, 1]; n is at most
     `batch_size` or `PSNR_IMAGES`, whichever is larger. Raises UserError if no image can be
     decoded."""
     decodable = (
@@ -94,7 +96,7 @@ def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.de
 
 def refuse_large_encoding(step: EncodeStep, cfg: PrecomputeConfig, device: torch.device) -> None:
     """Raises a UserError if a batch of images surely needs more memory than is there."""
-    shape = (3, cfg.resolution, cfg.resolution)
+    shape = (3, *list_sides(cfg.resolution))
     decoded = BATCHES_AHEAD * cfg.batch_size * math.prod(shape)
     refuse_large_batch(
         cfg.batch_size,
@@ -110,15 +112,16 @@ def measure_psnr(
     """Encodes and decodes `images`, and returns the PSNR of the result in dB.
 
     Raises UserError if the PSNR is below `min_psnr` (a wrong scale, range or weights file causes
-    that), or if the resolution is no multiple of the encoder's downsampling.
+    that), or if a side of the images is no multiple of the encoder's downsampling.
     """
     decoded = torch.cat(
         [autoencoder.decode(step(part)[0]) for part in images.split(cfg.batch_size)]
     )
     if decoded.shape != images.shape:
+        height, width = decoded.shape[2:]
         raise UserError(
-            f"resolution={images.shape[-1]}: this encoder gives images of {decoded.shape[-1]} "
-            "pixels back; choose a multiple of its downsampling."
+            f"resolution={cfg.resolution}: this encoder gives images of {height}×{width} pixels "
+            "back; choose multiples of its downsampling."
         )
     quality = psnr(decoded, images)
     if not quality >= cfg.min_psnr:
@@ -261,7 +264,8 @@ class ShardEncoder:
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     """Returns the text that dry_run=true prints: the number of images of the job, the GiB that it
     will take, and the minutes that this part of it will take, estimated by encoding the first three
-    batches of the job; and how many of their images have another colour profile than sRGB."""
+    batches of the job; which shapes and patches fit these images and their latents; and how many of
+    the images have another colour profile than sRGB."""
     cfg = encoder.cfg
     first = plan.images[: 3 * cfg.batch_size]
     with encoder.time_part("decode"):
@@ -269,12 +273,14 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
         batches = list(make_decoding_loader(dataset, cfg.batch_size, 0))
     count = 0
     size = 0
+    grid: Sequence[int] = ()
     with encoder.time_part("encode"):
         for number, decoded in enumerate(batches):
             if decoded.places:
                 count += len(decoded.places)
                 tensors = encoder.encode(first[number * cfg.batch_size :], decoded)
                 size += sum(tensor.nbytes for tensor in tensors.values())
+                grid = tensors["latents"].shape[2:]
     if not count:
         return f"none of the first {len(first)} images can be decoded"
 
@@ -286,9 +292,13 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     out = encoder.out.absolute()
     folder = next(parent for parent in (out, *out.parents) if parent.exists())
     others = 0
+    aspects = []
     for _, entry in first:
         with suppress(OSError):
-            others += has_other_profile(read_with_retries(entry), entry.key)
+            content = read_with_retries(entry)
+            others += has_other_profile(content, entry.key)
+            aspects.append(read_aspect(content, entry.key))
+    shapes = describe_shapes([*filter(None, aspects)], cfg.resolution, grid)
     profiles = (
         f"\n  {others} of the first {len(first)} images have another colour profile than sRGB: "
         f"they are {'converted' if cfg.convert_profile else 'read as sRGB'}"
@@ -301,6 +311,6 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
         f"  about {minutes:.1f} minutes{each}: "
         f"decoding {1e3 * reading * processes:.1f} ms an image in each of {processes} processes, "
         f"encoding {1e3 * encoding:.1f} ms "
-        f"({'decoding' if reading > encoding else 'encoding'} is slower; from {count} images)"
-        f"{profiles * bool(others)}"
+        f"({'decoding' if reading > encoding else 'encoding'} is slower; from {count} images)\n"
+        f"{shapes}{profiles * bool(others)}"
     )

@@ -1,7 +1,7 @@
 """Lists, reads, decodes and crops images. encoding/sources.py and encoding/tars.py find the images
 of a source.
 
-Letters: S side of the square output in pixels.
+Letters: H W height and width of the output in pixels.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jaxtyping import UInt8
 from PIL import Image, ImageChops, ImageCms, ImageFile, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
+from common.config.contradictions import list_sides
 from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.libraries import silence_stderr
@@ -335,20 +336,21 @@ def has_other_profile(content: bytes, key: str) -> bool:
 
 def decode_image(
     content: bytes,
-    side: int,
+    resolution: int | list[int],
     background: str = PrecomputeConfig.background,
     max_megapixels: float = PrecomputeConfig.max_megapixels,
     convert_profile: bool = PrecomputeConfig.convert_profile,
     key: str = "",
-) -> UInt8[Tensor, "3 S S"]:
+) -> UInt8[Tensor, "3 H W"]:
     """Decodes an image, whose name is `key`, turns it upright by its EXIF data, converts it to sRGB
     by its colour profile (unless `convert_profile` is false), lays transparent pixels on
-    `background`, resizes the shorter side to `side` pixels and crops the centre.
+    `background`, resizes it to the smallest size that covers `resolution`, [height, width] or the
+    side of a square, and crops the centre.
 
-    A box filter halves the image while its shorter side is at least 2·`side`, then a bicubic filter
-    resizes it: the crop of ADM (Dhariwal & Nichol 2021), with which DiT and its successors made
-    their latents. Colours are converted between the two, where an image is small; if it has
-    transparent pixels, before both. Raises UnusableError for an image of more than
+    A box filter halves the image while both sides are at least twice those of the output, then a
+    bicubic filter resizes it: for squares the crop of ADM (Dhariwal & Nichol 2021), with which DiT
+    and its successors made their latents. Colours are converted between the two, where an image is
+    small; if it has transparent pixels, before both. Raises UnusableError for an image of more than
     `max_megapixels`, before anything is decoded (but the package for JXL decodes when it opens a
     file), and for one so narrow that it would be as large before the crop.
     """
@@ -366,20 +368,23 @@ def decode_image(
         transparent = image.has_transparency_data
         image = convert_mode(image, background, conversion)
 
-    while min(image.size) >= 2 * side:
+    height, width = list_sides(resolution)
+    while image.height >= 2 * height and image.width >= 2 * width:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     if conversion and not transparent:
         image = conversion.apply(image)
-    scale = side / min(image.size)
-    width, height = (max(side, round(length * scale)) for length in image.size)
-    if width * height > max(1e6 * max_megapixels, 16 * side**2):
+    scale = max(height / image.height, width / image.width)
+    rows = max(height, round(image.height * scale))
+    columns = max(width, round(image.width * scale))
+    if columns * rows > max(1e6 * max_megapixels, 16 * height * width):
         raise UnusableError(
-            f"{width}×{height} pixels before the crop are above max_megapixels={max_megapixels:g}"
+            f"{columns}×{rows} pixels before the crop are above max_megapixels={max_megapixels:g}"
         )
-    pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
-    top = (height - side) // 2
-    left = (width - side) // 2
-    return torch.from_numpy(pixels[top : top + side, left : left + side].copy()).permute(2, 0, 1)
+    pixels = np.asarray(image.resize((columns, rows), Image.Resampling.BICUBIC))
+    top = (rows - height) // 2
+    left = (columns - width) // 2
+    cropped = pixels[top : top + height, left : left + width].copy()
+    return torch.from_numpy(cropped).permute(2, 0, 1)
 
 
 def mend_colour_key(image: ImageFile.ImageFile) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from common.config.contradictions import list_sides
 from common.config.schema import PrecomputeConfig
 from common.environment import describe_environment
 from common.errors import UserError
@@ -116,8 +117,11 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 
 
 def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
-    """Returns the keys of `cfg` that determine the content of the shards, with their values."""
-    return {key: vars(cfg)[key] for key in SETTINGS.split()}
+    """Returns the keys of `cfg` that determine the content of the shards, with their values; the
+    resolution of squares is a number, however it was given."""
+    settings = {key: vars(cfg)[key] for key in SETTINGS.split()}
+    height, width = list_sides(cfg.resolution)
+    return settings | {"resolution": height if height == width else [height, width]}
 
 
 def describe_job(

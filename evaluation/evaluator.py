@@ -71,9 +71,9 @@ class ReferenceImages:
     these images. Read each iterator to its end before you take the next one."""
 
 
-def make_folder_source(cfg: FdConfig, side: int) -> ReferenceImages:
+def make_folder_source(cfg: FdConfig, height: int, width: int) -> ReferenceImages:
     """Opens the images in `cfg.reference` (a folder of images, WebDataset tars, or a set that
-    Hugging Face `datasets` saved), cropped to squares of `side` pixels.
+    Hugging Face `datasets` saved), scaled and cropped to `height` × `width` pixels.
 
     Labels are ignored. If there are more than `cfg.reference_count` images, it takes as many of
     them, the same ones every time. While images are read, it prints which ones cannot be decoded,
@@ -99,7 +99,9 @@ def make_folder_source(cfg: FdConfig, side: int) -> ReferenceImages:
 
     def read_batches(wanted: range) -> Images:
         dataset = DecodedImages(
-            entries[wanted.start : wanted.stop], side, convert_profile=cfg.convert_profile
+            entries[wanted.start : wanted.stop],
+            [height, width],
+            convert_profile=cfg.convert_profile,
         )
         workers = int(len(wanted) > BATCH_IMAGES)
         for batch in make_decoding_loader(dataset, BATCH_IMAGES, workers):
@@ -110,10 +112,11 @@ def make_folder_source(cfg: FdConfig, side: int) -> ReferenceImages:
             if batch.places:
                 yield batch.pixels.permute(0, 2, 3, 1)
 
+    size = height if height == width else f"{height}×{width}"
     facts = {
         "kind": "images",
         "sha256": digest.hexdigest(),
-        "resize": f"{RESIZE}, {side}{', convert_profile=true' * converted}",
+        "resize": f"{RESIZE}, {size}{', convert_profile=true' * converted}",
         "count": len(entries),
     }
     return ReferenceImages(facts, lambda ranges: map(read_batches, ranges))
@@ -174,8 +177,7 @@ class Evaluator:
 
     All processes must build an evaluator at the same time; only the evaluator of the first process
     gets the statistics. Raises UserError if neither `cfg.reference` nor `data` names a reference,
-    if the reference has fewer than `MIN_IMAGES` images, or if the reference is a folder although
-    the samples are not square.
+    or if the reference has fewer than `MIN_IMAGES` images.
     """
 
     def __init__(
@@ -196,13 +198,8 @@ class Evaluator:
 
         # Use the folder `cfg.reference` as reference if it is set, else the run's training set.
         name = "the training set" if cfg.reference is None else f"reference={cfg.reference}"
-        height, width = example.shape[2:]
         if cfg.reference is not None:
-            if height != width:
-                raise UserError(
-                    f"{name}: samples of {height}×{width} are not square; leave reference out."
-                )
-            self.source = make_folder_source(cfg, height)
+            self.source = make_folder_source(cfg, *example.shape[2:])
         elif data is not None:
             self.source = make_reconstructions(data, spec, autoencoder, device, cfg.reference_count)
         else:

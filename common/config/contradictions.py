@@ -94,6 +94,17 @@ NCCL_VARIABLES = """
 NCCL's documentation lists them, and they only tune NCCL or make it log."""
 
 
+def list_sides(resolution: Any) -> list[int]:
+    """Returns [height, width] for a value of the key `resolution`, where a number is that of a
+    square. Raises UserError for any other value."""
+    sides = resolution if isinstance(resolution, list) else [resolution] * 2
+    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
+        raise UserError(
+            f"resolution={resolution} must be a number of pixels, or two of them: [height,width]."
+        )
+    return sides
+
+
 def is_colour(text: str) -> bool:
     """Says whether Pillow knows `text` as a colour without transparency."""
     from PIL import ImageColor  # imported here, so that `--help` stays quick

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from common.config.contradictions import check_contradictions, check_nccl, is_colour
+from common.config.contradictions import check_contradictions, check_nccl, is_colour, list_sides
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -469,8 +469,9 @@ class PrecomputeConfig:
     0."""
     allow_cut: bool = False
     """Use the images of a truncated or damaged tar that come before the damage."""
-    resolution: Positive = 256
-    """Side, in pixels, of the square that images are cropped to."""
+    resolution: Any = 256
+    """Size, in pixels, that images are scaled and cropped to: the side of a square, or
+    [height,width]."""
     background: str = "white"
     """Colour behind transparent pixels: a name such as white, or #rrggbb, which needs both kinds
     of quotes: background="'#rrggbb'"."""
@@ -552,6 +553,7 @@ class PrecomputeConfig:
         refuse_values(self)
 
         # Check what the types of the fields cannot express.
+        list_sides(self.resolution)
         numbers = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part)
         if not numbers or int(numbers[1]) >= int(numbers[2]):
             raise UserError(f"part={self.part} must be i/n with i below n, such as part=0/8.")

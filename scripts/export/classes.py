@@ -158,6 +158,8 @@ class FastlatentPipeline(DiffusionPipeline):
         latents: Tensor | None = None,
         output_type: str = "pil",
         prompt: Sequence[str] | str | None = None,
+        height: int | None = None,
+        width: int | None = None,
     ) -> ImagePipelineOutput:
         """Draws one image for each label, the number or the name of a class, or for each prompt. A
         model of captions alone takes prompts in place of labels; one of classes and captions takes
@@ -167,8 +169,8 @@ class FastlatentPipeline(DiffusionPipeline):
         interval of times with guidance, the same two of internal guidance, the solver (euler, heun,
         ab2, sde), and the timestep shift.
         `latents` (N, C, H, W) replaces the noise of `seed`. `output_type` is "pil", "np" (uint8, N
-        × H × W × 3) or "latent" (raw, ready to decode). Raises UserError for an unknown class or
-        value.
+        × H × W × 3) or "latent" (raw, ready to decode). `height` and `width`, in pixels, may only
+        be those of training. Raises UserError for an unknown class or value.
         """
         facts = self.transformer.config.latents
         settings = {
@@ -183,8 +185,15 @@ class FastlatentPipeline(DiffusionPipeline):
         settings = facts["sampling"] | {k: v for k, v in settings.items() if v is not None}
         if output_type not in ("pil", "np", "latent"):
             raise UserError(f"output_type={output_type} is unknown; choose pil, np or latent.")
-        if output_type != "latent":
+        if output_type != "latent" or height or width:
             check_decoder(self.vae, facts)
+        if height or width:
+            size = self.decode(torch.zeros(1, *self.shape, device=self._execution_device)).shape[2:]
+            if (height or size[0], width or size[1]) != size:
+                raise UserError(
+                    f"height={height} and width={width}: this model was trained on images of "
+                    f"{size[0]}×{size[1]} pixels, height before width; leave both out."
+                )
 
         # A model of captions alone takes the first argument as prompts.
         labels: Any = class_labels
@@ -198,15 +207,22 @@ class FastlatentPipeline(DiffusionPipeline):
         drawn = self.draw(numbers, settings, seed, latents, prompts)
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
-        if self.vae is None:
-            decoded = select_rgb(drawn)
-        else:
-            decoded = decode_raw(self.vae, drawn.to(self.vae.dtype))
-
-        images = to_uint8(decoded)
+        images = to_uint8(self.decode(drawn))
         if output_type == "pil":
             images = [Image.fromarray(image) for image in images]
         return ImagePipelineOutput(images=images)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of a latent."""
+        config = self.transformer.config
+        return config.channels, config.height, config.width
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decodes raw latents to images in [-1, 1]."""
+        if self.vae is None:
+            return select_rgb(latents)
+        return decode_raw(self.vae, latents.to(self.vae.dtype))
 
     def encode(self, prompts: Sequence[str]) -> EncodedText:
         """Encodes prompts by the text encoder that encoded the captions; opens it at the first
@@ -244,11 +260,10 @@ class FastlatentPipeline(DiffusionPipeline):
         text = self.encode(prompts) if prompts else None
         model = self.transformer
         device = self._execution_device
-        shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
         condition = Condition(torch.tensor(labels, device=device), text)
         position = torch.arange(len(labels), device=device)
         if latents is None:
-            noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
+            noise = counter_normal(seed, Purpose.SAMPLE, position, self.shape)
         else:
             noise = latents.to(device)
         check_internal_guidance(model, settings["internal_guidance"])

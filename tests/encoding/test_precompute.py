@@ -175,7 +175,7 @@ def test_the_autotuner_is_told_what_lets_it_on(job, capsys, monkeypatch):
         ),
         (["encoder.path=null"], r"encoder\.path=None must be a valid string"),
         (["held_out=0.99"], r"held_out=0\.99 of 20 images leaves none to train on; lower it"),
-        (["resolution=17"], "resolution=17: .* multiple of its downsampling"),
+        (["resolution=17"], "resolution=17: .* multiples of its downsampling"),
     ],
 )
 def test_a_job_that_cannot_be_done_is_refused_before_anything_is_written(

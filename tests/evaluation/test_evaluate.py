@@ -253,10 +253,10 @@ def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, tmp_path, m
 def test_other_pixels_are_another_reference(tmp_path):
     """Names and sizes do not change, and the folder needs no classes."""
     cfg = FdConfig(reference=save_flat(tmp_path / "flat", 9))
-    first, again = (make_folder_source(cfg, 8).facts for _ in range(2))
+    first, again = (make_folder_source(cfg, 8, 8).facts for _ in range(2))
     assert first == again
     Image.new("RGB", (8, 8), (99, 0, 0)).save(tmp_path / "flat" / "3.bmp")
-    assert make_folder_source(cfg, 8).facts["sha256"] != first["sha256"]
+    assert make_folder_source(cfg, 8, 8).facts["sha256"] != first["sha256"]
 
 
 def test_one_run_has_distances_of_one_protocol(trained, run_dir):

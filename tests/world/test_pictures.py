@@ -35,7 +35,7 @@ def test_a_strip_is_listed_and_does_not_end_a_job_or_a_reference(more_photos, jo
     save_files(more_photos, "cat/strip.png", content=encode_png(1, 400_000))
     reason = "16×6400000 pixels before the crop are above max_megapixels=80"
     assert read_manifest(job(source=more_photos)).skipped == [f"cat/strip.png: {reason}"]
-    reference = make_folder_source(FdConfig(reference=str(more_photos)), 16)
+    reference = make_folder_source(FdConfig(reference=str(more_photos)), 16, 16)
     assert reference.facts["resize"] == f"{RESIZE}, 16"
     (batches,) = reference.images([range(21)])
     assert sum(len(batch) for batch in batches) == 20
@@ -116,7 +116,7 @@ def test_images_with_another_profile_are_counted(more_photos, job, capsys):
     save_files(more_photos, "cat/p.png", content=encode("RGB", "PNG", 3, icc_profile=profile))
     for convert in (True, False):
         cfg = FdConfig(reference=str(more_photos), convert_profile=convert)
-        resize = make_folder_source(cfg, 16).facts["resize"]
+        resize = make_folder_source(cfg, 16, 16).facts["resize"]
         assert resize == f"{RESIZE}, 16" + ", convert_profile=true" * convert
     assert read_manifest(job(source=more_photos)).resize == RESIZE + CONVERTED
     for key, outcome in (("true", "converted"), ("false", "read as sRGB")):

@@ -7,6 +7,7 @@ run.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from data.spec import Count, LatentSpec, TextSpec, find_wrong_lengths
 from models.denoiser import Denoiser
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
+from models.shape import Grid
 from training.checkpoint.files import HASH_KEY, MAX_DESCRIPTION_CHARS, METADATA_KEY, hash_tensors
 
 MODEL_SIZE_FACTOR = 4
@@ -256,10 +258,11 @@ def fit_weights(
 ) -> tuple[dict[str, Tensor], str]:
     """Reads the tensors of `file` for a `model` of the configuration `node` with the classes of
     `spec`. Returns a dict, name -> tensor, and the end of a sentence about the rows of the label
-    table, "" if the classes are the same.
+    table and the positions, "" if the classes and the size of the latents are the same.
 
     In a label table, a class gets the row that the file has for the class of the same name; a class
-    that the file lacks keeps the row of `model`. UserError if another tensor does not fit, if the
+    that the file lacks keeps the row of `model`. The embeddings of positions are resized if the
+    file's latents have another height or width. UserError if another tensor does not fit, if the
     file's model is another function, or if the classes have no names and their number differs. All
     ranks must call the function together, because the model may be sharded.
     """
@@ -308,11 +311,26 @@ def fit_weights(
             f"classes{f' ({examples})' if kept else ''}, and the null row; new rows: "
             f"{len(new_names) - len(kept)}"
         )
+    if isinstance(model, Denoiser) and old.shape[1:] != spec.shape[1:]:
+        grid = (old.height // model.patch_size, old.width // model.patch_size)
+        positions = tensors.get("pos_embed")
+        if positions is not None and positions.shape == (1, math.prod(grid), model.dim):
+            tensors["pos_embed"] = resize_positions(positions, grid, model.grid)
+            sizes = "×".join(map(str, grid)), "×".join(map(str, model.grid))
+            note += f"; positions resized from {sizes[0]} to {sizes[1]} tokens"
     hint = "" if description else ", and the file names no classes"
     refuse_misfit(file, "this model", tensors, model_tensors, hint)
     if description is not None:
         refuse_other_function(file, description.model, node)
     return tensors, note
+
+
+def resize_positions(positions: Tensor, old: Grid, new: Grid) -> Tensor:
+    """Interpolates embeddings of positions (1, L, D) from a grid of tokens to another, as vision
+    transformers are fine-tuned on other sizes (Dosovitskiy et al. 2021, section 3.2)."""
+    planes = positions.mT.unflatten(2, old)
+    resized = nn.functional.interpolate(planes.float(), new, mode="bicubic", antialias=True)
+    return resized.flatten(2).mT.to(positions).contiguous()
 
 
 def reorder_labels(
