@@ -42,7 +42,7 @@ def done(encoded, tmp_path):
 def samples():
     """Raw latents about 2 in size, as the tiny autoencoder gives them, and labels."""
     generator = torch.Generator().manual_seed(0)
-    return 2.0 * torch.randn(COUNT, 2, 8, 8, generator=generator), torch.arange(COUNT) % 3
+    return 2.0 * torch.randn(COUNT, 2, 8, 6, generator=generator), torch.arange(COUNT) % 3
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tests.harness.foreign import (
 from tests.harness.refusals import expect_refusal
 
 FEATURE = "imagenet256_features/0003.npy"
-CACHE = "0003_0064x0064_flux.npz"
+CACHE = "0003_0048x0064_flux.npz"
 ZEROS = torch.zeros(COUNT, 2, 8, 8)
 
 

@@ -1,16 +1,19 @@
-"""Decoding images to squares of pixels."""
+"""Decoding images to one size."""
 
+import io
 import re
 import struct
 import zlib
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from encoding.decoding import DecodedImages
 from encoding.images import FORMATS, ImageEntry, UnusableError, decode_image, describe_error
+from encoding.shapes import describe_shapes, read_aspect
 from tests.harness.sets import PNG, encode_image
 
 
@@ -29,6 +32,38 @@ def test_the_centre_is_kept():
     image = Image.new("RGB", (300, 100))
     image.paste((0, 255, 0), (100, 0, 200, 100))
     assert (decode_image(encode_image(image), 50)[1, 1:-1, 1:-1] > 200).all()
+
+
+@pytest.mark.parametrize("resolution", [[12, 8], [8, 12], [24, 6]])
+def test_a_crop_keeps_rows_and_columns(resolution):
+    """As Pillow's own crop to an aspect does."""
+    rows, columns = np.mgrid[:60, :40]
+    pixels = np.stack([4 * rows, 6 * columns, 0 * rows], 2).astype(np.uint8)
+    image = Image.fromarray(pixels)
+    fitted = ImageOps.fit(image, resolution[::-1], Image.Resampling.BICUBIC)
+    ours = decode_image(encode_image(image), resolution).permute(1, 2, 0).numpy()
+    assert np.abs(ours - np.asarray(fitted, np.int16)).max() <= 4
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_header_tells_the_aspect_of_the_upright_image(kind):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    content = encode_image(Image.new("RGB", (30, 20)), kind, exif=exif)
+    with Image.open(io.BytesIO(content)) as image:
+        upright = ImageOps.exif_transpose(image)
+    assert read_aspect(content, "a") == upright.width / upright.height
+    assert read_aspect(content[:4], "a") is None
+
+
+def test_a_resolution_that_keeps_more_is_named():
+    aspects = [3 / 4] * 3 + [4 / 3]
+    said = describe_shapes(aspects, 256, [32, 32])
+    assert "patch_size may be 1, 2, 4, 8, 16, 32\n" in said
+    assert "of 4 images 75% are portrait, 25% landscape: resolution=[256,256] keeps 75%" in said
+    # 288 / 224 keeps 0.75 · 9/7 of the portraits and 3/4 · 7/9 of the landscape
+    assert said.endswith("of their pixels, [288,224] would keep 87%")
+    assert describe_shapes([4 / 3, 3 / 4], 64, [8, 8]).endswith("keeps 75% of their pixels")
 
 
 def test_images_are_turned_upright():

@@ -385,6 +385,11 @@ def test_a_broken_job_file_is_a_sentence(tmp_path, content):
         claim_folder(tmp_path, {})
 
 
+def test_a_square_is_one_job_however_it_is_given(job):
+    job("resolution=[16,16]")
+    assert read_manifest(job("resolution=16")).resolution == 16
+
+
 def test_changed_images_or_weights_are_another_job(
     done, job, vae, more_photos, tmp_path, monkeypatch
 ):

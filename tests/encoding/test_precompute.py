@@ -25,7 +25,7 @@ EXACT = "dtype=float32"
 @pytest.fixture(scope="module")
 def pixels(photos):
     """The photos, cropped, in [-1, 1]."""
-    images = [decode_image(file.read_bytes(), 16) for file in sorted(photos.rglob("*.*"))]
+    images = [decode_image(file.read_bytes(), [16, 12]) for file in sorted(photos.rglob("*.*"))]
     return torch.stack(images).float() / 127.5 - 1.0
 
 
@@ -46,7 +46,7 @@ def test_the_manifest_says_what_was_done(encoded, photos, vae):
         "kind": "mean_std",
         "dtype": "float16",
         "flips": False,
-        "resolution": 16,
+        "resolution": [16, 12],
         "scaling_factor": 0.5,
         "shift_factor": 0.25,
         "encoder_class": "AutoencoderKL",
@@ -176,6 +176,7 @@ def test_the_autotuner_is_told_what_lets_it_on(job, capsys, monkeypatch):
         (["encoder.path=null"], r"encoder\.path=None must be a valid string"),
         (["held_out=0.99"], r"held_out=0\.99 of 20 images leaves none to train on; lower it"),
         (["resolution=17"], "resolution=17: .* multiples of its downsampling"),
+        (["resolution=[16,17]"], r"=\[16, 17\]: .* of 16×16 pixels back"),
     ],
 )
 def test_a_job_that_cannot_be_done_is_refused_before_anything_is_written(
@@ -194,6 +195,7 @@ def test_a_job_that_cannot_be_done_is_refused_before_anything_is_written(
         (["max_megapixels=-1"], "max_megapixels=-1.0 must be above 0"),
         (["min_psnr=nan"], "min_psnr=nan is not finite; give"),
         (["part=8/8"], "part=8/8 must be i/n with i below n, such as part=0/8"),
+        (["resolution=[16]"], r"resolution=\[16\] must be a number of pixels, or two"),
         (["part=3"], "part=3 must be i/n with i below n"),
         (["classes=some"], "classes=some must be given, none, or a number"),
         ([f"seed={2**64}"], "does not fit into 64 bits"),

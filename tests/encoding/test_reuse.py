@@ -102,7 +102,7 @@ def test_refusals_speak_of_images_before_an_encoder_is_loaded(job, done, more_ph
     for change in changes:
         assert f"{change.partition('=')[0]} was " in str(error.value)
     reuse = f"reuse={tmp_path / 'out'}"
-    with expect_refusal(r"reuse=.*resolution was 16, is 32\); leave reuse out"):
+    with expect_refusal(r"reuse=.*resolution was \[16, 12\], is 32\); leave reuse out"):
         job(nowhere, reuse, "resolution=32", out="new")
     with expect_refusal("held_out=-1 must be a fraction from 0 to below 1, a number of images"):
         job("held_out=-1")

@@ -18,9 +18,9 @@ def test_a_grid_of_the_first_latents_is_decoded(encoded, tmp_path, capsys):
     out = tmp_path / "grid.png"
     folder = encoded("flips=true", "limit=15")
     assert find_problems(folder, count=3, out=str(out)) == []
-    assert "12 training and 3 held-out latents of 2×8×8 in float16" in capsys.readouterr().out
+    assert "12 training and 3 held-out latents of 2×8×6 in float16" in capsys.readouterr().out
     with Image.open(out) as grid:
-        assert grid.width == 3 * grid.height
+        assert grid.width / grid.height == 3 * (12 + 2) / (16 + 2)  # each tile has a frame
 
 
 def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(done, tmp_path, monkeypatch):

@@ -82,13 +82,13 @@ def sd_scripts(path, latents, labels):
     48d368f do, with flip_aug, beside the output of a text encoder; earlier versions wrote the names
     without sizes."""
     for i, sample in enumerate(latents.numpy()):
-        size = "_8x8" * (i % 2)
+        size = "_8x6" * (i % 2)
         arrays = {
             f"latents{size}": sample,
             f"latents_flipped{size}": -sample,
             f"crop_ltrb{size}": [0] * 4,
         }
-        np.savez(path / f"{i:04d}_0064x0064_flux.npz", **arrays)
+        np.savez(path / f"{i:04d}_0048x0064_flux.npz", **arrays)
     np.savez(path / "0000_flux_te.npz", l_pooled=latents)
     return {"source": str(path), "classes": "none"}
 
@@ -98,8 +98,8 @@ def musubi(path, latents, labels):
     kohya-ss/musubi-tuner at 30c658c do."""
     facts = {"architecture": "hunyuan_video", "format_version": "1.0.1"}
     for i, sample in enumerate(latents):
-        tensors = {"latents_1x8x8_float32": sample[:, None].clone()}
-        save_file(tensors, path / f"{i:04d}_0064x0064_hv.safetensors", facts)
+        tensors = {"latents_1x8x6_float32": sample[:, None].clone()}
+        save_file(tensors, path / f"{i:04d}_0048x0064_hv.safetensors", facts)
     save_file({"llm_float32": latents}, path / "0000_hv_te.safetensors", facts)
     return {"source": str(path), "classes": "none"}
 

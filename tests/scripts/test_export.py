@@ -3,10 +3,8 @@
 import dataclasses
 import os
 import re
-import runpy
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from scripts.export.__main__ import ExportConfig, Format, export
 from scripts.export.folder import AUTOENCODER, AUTOENCODING, MODELLING, TRANSFORMER, refuse_own_code
 from tests.harness.adapters import FAMILIES, save_base
 from tests.harness.denoisers import fill_zero_layers, make_inputs
+from tests.harness.exported import load_code, open_part
 from tests.harness.published_models import SHAPES, draw_weights, import_published
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder, save_tiny_taef2
@@ -33,15 +32,6 @@ from training.weights.pretrained import load_pretrained
 
 def export_to(out, **changes):
     return export(ExportConfig(out=str(out), **changes))
-
-
-def open_part(part, file, kind):
-    """Builds a model by the file of code beside it, without our packages."""
-    return getattr(load_code(part / f"{file}.py"), kind).from_pretrained(part)
-
-
-def load_code(file):
-    return SimpleNamespace(**runpy.run_path(str(file)))
 
 
 def import_shape(name, folder, vae=None):
@@ -143,19 +133,24 @@ found = {s: pipe(["pear", 0, "plum"], solver=s, **how).images for s in ("heun", 
 noise = pipe(["pear"], output_type="latent", num_inference_steps=1).images
 how = {"output_type": "latent", "num_inference_steps": 2}
 found["given"] = pipe(["pear"], latents=noise, **how).images.numpy()
-assert pipe(1).images[0].size == (16, 16)
-try:
-    pipe(["quince"])
-except ValueError as error:
-    assert "'quince' is no class of this run; its 3 classes are" in str(error), error
+assert pipe(1, height=16).images[0].size == (24, 16)
+refusals = {
+    "'quince' is no class of this run; its 3 classes are": {"class_labels": ["quince"]},
+    "trained on images of 16×24 pixels": {"class_labels": 1, "height": 24, "width": 16},
+}
+for sentence, words in refusals.items():
+    try:
+        sys.exit(f"drawn: {pipe(**words)}")
+    except ValueError as error:
+        assert sentence in str(error), error
 pipe.to(dtype=torch.bfloat16)
-assert pipe("plum", num_inference_steps=1).images[0].size == (16, 16)
+assert pipe("plum", num_inference_steps=1).images[0].size == (24, 16)
 np.savez(out, noise=noise.numpy(), **found)
 """
 
 
 HYBRID = """model=hybrid_xs model.internal_block=1 model.attention_every=2 runtime=eager
-batch_size=4 data=synthetic data.channels=4 data.height=8 data.width=8 data.num_classes=3"""
+batch_size=4 data=synthetic data.channels=4 data.height=8 data.width=12 data.num_classes=3"""
 
 
 @pytest.mark.parametrize("kind", ["taef2", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"])

@@ -171,4 +171,4 @@ def test_the_classes_of_the_base_can_still_be_drawn(tmp_path):
     assert trained.spec.names == ["bird", "dog", "cat"]
     base = load_run(tmp_path / "base").model.label_embed.table.weight
     assert torch.equal(trained.model.label_embed.table.weight[2], base[0])
-    assert trained.sample(["cat", 0], steps=1).shape == (2, 4, 4, 3)
+    assert trained.sample(["cat", 0], steps=1).shape == (2, 4, 6, 3)

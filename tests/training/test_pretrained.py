@@ -76,6 +76,26 @@ def test_fine_tuning_keeps_the_label_rows_of_equal_names(then, now, rows, senten
         assert are_equal(state, {name: trained[name] for name in state})
 
 
+def test_positions_are_resized_to_another_grid(tmp_path):
+    """Rows to rows and columns to columns, though both grids have as many tokens."""
+    sides = (4, 12), (12, 4)
+    old, new = (
+        tiny_training("dit", "data=synthetic", f"data.height={height}", f"data.width={width}")
+        for height, width in sides
+    )
+    axes = torch.meshgrid(torch.arange(2.0), torch.arange(6.0), indexing="ij")
+    with torch.no_grad():
+        old.model.pos_embed[0, :, :2] = torch.stack(axes, 2).flatten(0, 1)
+    save_weights(old, tmp_path / "old.safetensors")
+    said = start_from(tmp_path / "old.safetensors", new)
+    assert said.endswith("; positions resized from 2×6 to 6×2 tokens")
+    rows, columns = new.model.pos_embed[0, :, :2].unflatten(0, (6, 2)).unbind(2)
+    for values, axis in ((rows, 0), (columns, 1)):
+        assert (values.diff(dim=1 - axis).abs() < 1e-5).all()
+        assert (values.diff(dim=axis) > -1e-5).all()
+        assert values.max() - values.min() > 0.9
+
+
 def test_weights_without_a_description_start_a_run_that_they_fit(tmp_path):
     """Others are named by the first tensor that does not fit."""
     old = make_training(tmp_path / "old", CLASSES)
@@ -91,7 +111,7 @@ def test_weights_without_a_description_start_a_run_that_they_fit(tmp_path):
         (
             CLASSES,
             "model.dim=32",
-            r"init_from=.*does not fit this model: pos_embed has shape \(1, 4, 64\) in the file",
+            r"init_from=.*does not fit this model: pos_embed has shape \(1, 6, 64\) in the file",
         ),
     ):
         other = make_training(tmp_path / names[0], names, word)

@@ -78,10 +78,10 @@ def test_data_without_classes_is_trained_on_and_sampled(run, tmp_path):
     summary = run(*words, *small, "objective.label_dropout=0.5")
     assert math.isfinite(summary["eval_loss"])
     with Image.open(summary["sample_grid"]) as grid:
-        assert grid.width == 3 * grid.height
+        assert grid.width / grid.height == 3 * (6 + 2) / (4 + 2)  # each tile has a frame
     trained = load_run(tmp_path / "run", device="cpu")
     assert trained.model.label_embed.table.weight.shape[0] == 1
-    assert trained.sample([0, 0], steps=2).shape == (2, 4, 4, 3)
+    assert trained.sample([0, 0], steps=2).shape == (2, 4, 6, 3)
     with expect_refusal("labels: 1 is no class"):
         trained.sample([1])
     unguided = r"guidance=1.5: the data has no classes"

@@ -20,4 +20,4 @@ def test_from_pictures_to_samples(kind, job, tmp_path):
     words = [*TINY_RUN, "save_every=16", "data=resident", f"data.path={path}"]
     train(compose([*words, f"run_dir={tmp_path / 'run'}"]))
     run = load_run(tmp_path / "run", device="cpu")
-    assert run.sample(["cat"], steps=1).shape == (1, 16, 16, 3)
+    assert run.sample(["cat"], steps=1).shape == (1, 16, 12, 3)

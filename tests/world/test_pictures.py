@@ -32,11 +32,11 @@ def test_a_strip_is_left_out_before_it_is_enlarged(size, side):
 
 
 def test_a_strip_is_listed_and_does_not_end_a_job_or_a_reference(more_photos, job, capsys):
-    save_files(more_photos, "cat/strip.png", content=encode_png(1, 400_000))
-    reason = "16×6400000 pixels before the crop are above max_megapixels=80"
+    save_files(more_photos, "cat/strip.png", content=encode_png(1, 600_000))
+    reason = "12×7200000 pixels before the crop are above max_megapixels=80"
     assert read_manifest(job(source=more_photos)).skipped == [f"cat/strip.png: {reason}"]
-    reference = make_folder_source(FdConfig(reference=str(more_photos)), 16, 16)
-    assert reference.facts["resize"] == f"{RESIZE}, 16"
+    reference = make_folder_source(FdConfig(reference=str(more_photos)), 16, 12)
+    assert reference.facts["resize"] == f"{RESIZE}, 16×12"
     (batches,) = reference.images([range(21)])
     assert sum(len(batch) for batch in batches) == 20
     assert f"{more_photos}: cat/strip.png: {reason}; it is left out" in capsys.readouterr().out

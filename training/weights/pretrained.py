@@ -33,7 +33,6 @@ from data.spec import Count, LatentSpec, TextSpec, find_wrong_lengths
 from models.denoiser import Denoiser
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
-from models.shape import Grid
 from training.checkpoint.files import HASH_KEY, MAX_DESCRIPTION_CHARS, METADATA_KEY, hash_tensors
 
 MODEL_SIZE_FACTOR = 4
@@ -311,13 +310,8 @@ def fit_weights(
             f"classes{f' ({examples})' if kept else ''}, and the null row; new rows: "
             f"{len(new_names) - len(kept)}"
         )
-    if isinstance(model, Denoiser) and old.shape[1:] != spec.shape[1:]:
-        grid = (old.height // model.patch_size, old.width // model.patch_size)
-        positions = tensors.get("pos_embed")
-        if positions is not None and positions.shape == (1, math.prod(grid), model.dim):
-            tensors["pos_embed"] = resize_positions(positions, grid, model.grid)
-            sizes = "×".join(map(str, grid)), "×".join(map(str, model.grid))
-            note += f"; positions resized from {sizes[0]} to {sizes[1]} tokens"
+    if isinstance(model, Denoiser):
+        note += resize_positions(tensors, model, old, spec)
     hint = "" if description else ", and the file names no classes"
     refuse_misfit(file, "this model", tensors, model_tensors, hint)
     if description is not None:
@@ -325,12 +319,22 @@ def fit_weights(
     return tensors, note
 
 
-def resize_positions(positions: Tensor, old: Grid, new: Grid) -> Tensor:
-    """Interpolates embeddings of positions (1, L, D) from a grid of tokens to another, as vision
-    transformers are fine-tuned on other sizes (Dosovitskiy et al. 2021, section 3.2)."""
-    planes = positions.mT.unflatten(2, old)
-    resized = nn.functional.interpolate(planes.float(), new, mode="bicubic", antialias=True)
-    return resized.flatten(2).mT.to(positions).contiguous()
+def resize_positions(
+    tensors: dict[str, Tensor], model: Denoiser, old: LatentSpec, new: LatentSpec
+) -> str:
+    """Interpolates the embeddings of positions among `tensors`, weights for latents of `old`, to
+    the grid of `model`, which is for those of `new`, as vision transformers are fine-tuned on other
+    sizes (Dosovitskiy et al. 2021, section 3.2). Returns the end of a sentence about it, "" if both
+    have the same height and width."""
+    grid = (old.height // model.patch_size, old.width // model.patch_size)
+    positions = tensors.get("pos_embed", torch.empty(0))
+    if old.shape[1:] == new.shape[1:] or positions.shape != (1, math.prod(grid), model.dim):
+        return ""
+    planes = positions.mT.unflatten(2, grid)
+    resized = nn.functional.interpolate(planes.float(), model.grid, mode="bicubic", antialias=True)
+    tensors["pos_embed"] = resized.flatten(2).mT.to(positions).contiguous()
+    sizes = ["×".join(map(str, size)) for size in (grid, model.grid)]
+    return f"; positions resized from {sizes[0]} to {sizes[1]} tokens"
 
 
 def reorder_labels(
