@@ -12,7 +12,7 @@ from common.config.compose import compose
 from data.digits import DigitLatents
 from data.loader import LatentLoader, LatentTensors, draw_samples
 from data.spec import LatentSpec
-from data.synthetic import SyntheticLatents
+from data.synthetic import SyntheticLatents, imitate_set
 from tests.harness import batches
 from tests.harness.batches import assert_same, chunked, join, resident, sort_by_position, take
 from tests.harness.captions import save_captioned_set
@@ -128,6 +128,12 @@ def test_synthetic_refuses_an_empty_set():
     for key in (*SIDES, "count"):
         with expect_refusal(f"data.{key}=0 must be at least 1"):
             build(data | {key: 0}, "data", batch_size=1, seed=0, device=CPU)
+
+
+def test_random_latents_have_the_shape_of_the_set_that_they_imitate():
+    settings = {"batch_size": 3, "seed": 0, "device": CPU}
+    spec = SyntheticLatents(**SIDES, **settings).spec
+    assert take(imitate_set(spec, 8, **settings), 1).latents.shape == (3, 2, 4, 6)
 
 
 # Mirroring and posterior

@@ -12,7 +12,7 @@ from common.config.build import build
 from common.config.compose import compose, parse_yaml
 from common.files import ROOT
 from models.denoiser import Denoiser
-from models.layers import Layer, sincos_positions
+from models.layers import Layer
 from models.mixers.attention import Attention
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.denoisers import (
@@ -219,16 +219,18 @@ def test_weight_decay_leaves_vectors_embeddings_and_the_scan_alone(family):
     assert names - model.no_weight_decay() == decayed
 
 
-def test_positions_are_all_different():
-    table = sincos_positions((4, 6), 30)[0]
+def test_positions_are_all_different_and_half_of_the_channels_tell_the_row():
+    table = make_denoiser("conv", width=12, dim=30).pos_embed[0]
     distances = torch.cdist(table, table) + torch.eye(24)
     assert distances.min() > 0.1
+    assert not table.view(4, 6, 30)[..., :16].diff(dim=1).any()
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("patch_size", 3),
+        ("patch_size", 3),  # of 8 rows
+        ("patch_size", 8),  # of 12 columns
         ("head_dim", 48),
         ("drop_path", 1.0),
         ("attention_every", -1),
@@ -238,7 +240,7 @@ def test_positions_are_all_different():
 )
 def test_impossible_sizes_are_refused(key, value):
     with expect_refusal(f"model.{key}={value}"):
-        make_denoiser("mamba", **{key: value})
+        make_denoiser("mamba", width=12, **{key: value})
 
 
 @pytest.mark.parametrize(("size", "side"), [("xs", 16), ("b", 32)])

@@ -41,7 +41,7 @@ def test_a_grid_has_a_row_for_each_class_and_says_what_it_leaves_out(tmp_path, m
 
     def draw_shades(stream, position):
         labels = stream.conditions(position).labels
-        return labels, (labels / 4.5 - 1).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
+        return labels, (labels / 4.5 - 1).view(-1, 1, 1, 1).expand(-1, 1, 8, 6)
 
     monkeypatch.setattr(SampleStream, "draw", draw_shades)
     training = tiny_training("mamba", "sampling.per_class=3")
@@ -51,12 +51,12 @@ def test_a_grid_has_a_row_for_each_class_and_says_what_it_leaves_out(tmp_path, m
     training.grid_rows = training.choose_conditions("train", GRID_ROWS)
     with Image.open(draw_sample_grid(training, PixelAutoencoder(), tmp_path / "grid.png")) as grid:
         pixels = np.asarray(grid)[..., 0]
-    # The names stand left of the last 120 pixels: 3 images of 8 pixels and a frame, times 4.
-    images = pixels[:400, -120:]
-    assert images[20::40, 20::40].tolist() == [[round(255 * i / 9)] * 3 for i in range(10)]
+    # The names stand left of the last 96 pixels: 3 images of 6 pixels and a frame, times 4.
+    images = pixels[:400, -96:]
+    assert images[20::40, 16::32].tolist() == [[round(255 * i / 9)] * 3 for i in range(10)]
     assert len(pixels) == 400 + LINE_HEIGHT
     assert (pixels[400:] < 128).any(), "no line says that 10 of 12 classes are shown"
-    margin = pixels[:400, :-120]
+    margin = pixels[:400, :-96]
     assert (margin.reshape(10, -1) < 128).any(1).all(), "a row has no name"
 
 
