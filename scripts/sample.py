@@ -151,8 +151,8 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     """Writes the first `count` images as one picture, sorted by label.
 
     Each row is one class with its name, if there are several classes with equally many images each,
-    and at most four times as many images in a row as there are rows; otherwise the images form a
-    square.
+    and at most four times as many images in a row as there are rows; otherwise there are about as
+    many rows as columns.
     """
     from models.images import write_grid
 
