@@ -264,24 +264,26 @@ class ShardEncoder:
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     """Returns the text that dry_run=true prints: the number of images of the job, the GiB that it
     will take, and the minutes that this part of it will take, estimated by encoding the first three
-    batches of the job; which shapes and patches fit these images and their latents; and how many of
-    the images have another colour profile than sRGB."""
+    batches of training images; which resolution and patches fit those, and how many of them have
+    another colour profile than sRGB."""
     cfg = encoder.cfg
-    first = plan.images[: 3 * cfg.batch_size]
+    first = plan.images[plan.held_out :][: 3 * cfg.batch_size]
     with encoder.time_part("decode"):
         dataset = make_decoded_images([entry for _, entry in first], cfg)
         batches = list(make_decoding_loader(dataset, cfg.batch_size, 0))
-    count = 0
+    used: list[ImageEntry] = []
     size = 0
     grid: Sequence[int] = ()
     with encoder.time_part("encode"):
         for number, decoded in enumerate(batches):
             if decoded.places:
-                count += len(decoded.places)
-                tensors = encoder.encode(first[number * cfg.batch_size :], decoded)
+                batch = first[number * cfg.batch_size :]
+                used += [batch[place][1] for place in decoded.places]
+                tensors = encoder.encode(batch, decoded)
                 size += sum(tensor.nbytes for tensor in tensors.values())
                 grid = tensors["latents"].shape[2:]
-    if not count:
+    count = len(used)
+    if not used:
         return f"none of the first {len(first)} images can be decoded"
 
     processes = max(1, cfg.num_workers)
@@ -293,14 +295,14 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     folder = next(parent for parent in (out, *out.parents) if parent.exists())
     others = 0
     aspects = []
-    for _, entry in first:
+    for entry in used:
         with suppress(OSError):
             content = read_with_retries(entry)
             others += has_other_profile(content, entry.key)
             aspects.append(read_aspect(content, entry.key))
     shapes = describe_shapes([*filter(None, aspects)], cfg.resolution, grid)
     profiles = (
-        f"\n  {others} of the first {len(first)} images have another colour profile than sRGB: "
+        f"\n  {others} of the first {count} images have another colour profile than sRGB: "
         f"they are {'converted' if cfg.convert_profile else 'read as sRGB'}"
     )
     return (

@@ -18,7 +18,9 @@ def read_aspect(content: bytes, key: str) -> float | None:
     have turned it upright; None if it cannot be opened. Decodes nothing."""
     with suppress(Exception), open_image(content, key) as image:
         aspect = image.width / image.height
-        turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        # Pillow decodes a PNG to look for EXIF data behind its pixels, where hardly any has them.
+        exif = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
+        turned = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         # Pillow opens a TIFF with the size that it has when it is upright.
         return 1.0 / aspect if turned and image.format != "TIFF" else aspect
     return None
@@ -36,25 +38,34 @@ def describe_shapes(
 ) -> str:
     """Says how many images of these aspects are portraits, which share of their pixels the job's
     `resolution` keeps, and which resolution of about as many pixels would keep more; also which
-    patches divide its latents, whose height and width are `grid`."""
+    patches divide its latents, whose height and width are `grid`. Says only the latter if
+    `aspects` is empty."""
     height, width = list_sides(resolution)
     common = math.gcd(*grid)
     patches = [str(size) for size in range(1, common + 1) if common % size == 0]
     lines = [f"  latents of {grid[0]}×{grid[1]}: model.patch_size may be {', '.join(patches)}"]
 
+    if not aspects:
+        return lines[0]
+
     # Try all sizes of about as many pixels that the encoder takes, and that patches of 2 divide if
-    # they divide the present one.
+    # they divide the present one; no side is longer than four times the other.
     area = height * width
     step = height // grid[0] * (2 - common % 2)
-    sizes = [(side, round(area / side / step) * step) for side in range(step, area // step, step)]
-    near = [size for size in sizes if abs(math.prod(size) / area - 1.0) < 0.1]
+    sides = range(step, 2 * math.isqrt(area) + 1, step)
+    sizes = [(side, round(area / side / step) * step) for side in sides]
+    near = [
+        size
+        for size in sizes
+        if abs(math.prod(size) / area - 1.0) < 0.1 and max(size) <= 4 * min(size)
+    ]
     best = max([(height, width), *near], key=lambda size: measure_kept(aspects, size))
 
     kept, most = (measure_kept(aspects, size) for size in ((height, width), best))
     portrait, landscape = (fmean(aspect**sign > 1.0 for aspect in aspects) for sign in (-1, 1))
     lines.append(
-        f"  of {len(aspects)} images {portrait:.0%} are portrait, {landscape:.0%} landscape: "
-        f"resolution=[{height},{width}] keeps {kept:.0%} of their pixels"
+        f"  of the first {len(aspects)} images {portrait:.0%} are portrait, {landscape:.0%} "
+        f"landscape: resolution=[{height},{width}] keeps {kept:.0%} of their pixels"
     )
     if most > kept + 0.01:
         lines[1] += f", [{best[0]},{best[1]}] would keep {most:.0%}"

@@ -340,7 +340,7 @@ class TrainConfig:
     anew; or the path of a run or checkpoint."""
     init_from: str | None = None
     """Weights from which a new run starts: path of a .safetensors file, a checkpoint or a run
-    folder."""
+    folder; positions are resized to the data's height and width."""
     rehearsal: str | None = None
     """Name of an experiment, such as fastrun: when this run starts, it prints the speed and the
     ledger (which techniques were on) of the latest run of that experiment with the same model and

@@ -185,15 +185,15 @@ class FastlatentPipeline(DiffusionPipeline):
         settings = facts["sampling"] | {k: v for k, v in settings.items() if v is not None}
         if output_type not in ("pil", "np", "latent"):
             raise UserError(f"output_type={output_type} is unknown; choose pil, np or latent.")
-        if output_type != "latent" or height or width:
+        size = facts["size"]
+        wanted = [size[0] if height is None else height, size[1] if width is None else width]
+        if wanted != size:
+            raise UserError(
+                f"height={wanted[0]} and width={wanted[1]}: this model was trained on images of "
+                f"{size[0]}×{size[1]} pixels, height before width; leave both out."
+            )
+        if output_type != "latent":
             check_decoder(self.vae, facts)
-        if height or width:
-            size = self.decode(torch.zeros(1, *self.shape, device=self._execution_device)).shape[2:]
-            if (height or size[0], width or size[1]) != size:
-                raise UserError(
-                    f"height={height} and width={width}: this model was trained on images of "
-                    f"{size[0]}×{size[1]} pixels, height before width; leave both out."
-                )
 
         # A model of captions alone takes the first argument as prompts.
         labels: Any = class_labels
@@ -207,22 +207,15 @@ class FastlatentPipeline(DiffusionPipeline):
         drawn = self.draw(numbers, settings, seed, latents, prompts)
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
-        images = to_uint8(self.decode(drawn))
+        if self.vae is None:
+            decoded = select_rgb(drawn)
+        else:
+            decoded = decode_raw(self.vae, drawn.to(self.vae.dtype))
+
+        images = to_uint8(decoded)
         if output_type == "pil":
             images = [Image.fromarray(image) for image in images]
         return ImagePipelineOutput(images=images)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape (C, H, W) of a latent."""
-        config = self.transformer.config
-        return config.channels, config.height, config.width
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Decodes raw latents to images in [-1, 1]."""
-        if self.vae is None:
-            return select_rgb(latents)
-        return decode_raw(self.vae, latents.to(self.vae.dtype))
 
     def encode(self, prompts: Sequence[str]) -> EncodedText:
         """Encodes prompts by the text encoder that encoded the captions; opens it at the first
@@ -260,10 +253,11 @@ class FastlatentPipeline(DiffusionPipeline):
         text = self.encode(prompts) if prompts else None
         model = self.transformer
         device = self._execution_device
+        shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
         condition = Condition(torch.tensor(labels, device=device), text)
         position = torch.arange(len(labels), device=device)
         if latents is None:
-            noise = counter_normal(seed, Purpose.SAMPLE, position, self.shape)
+            noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
         else:
             noise = latents.to(device)
         check_internal_guidance(model, settings["internal_guidance"])

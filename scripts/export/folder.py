@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 from torch import nn
 
 from common.config.build import resolve_target
@@ -116,7 +117,9 @@ def write_transformer(part: Path, trained: TrainedModel) -> None:
         if Path(encoder.get("path") or "").is_absolute():  # a folder of this machine
             encoder["path"] = Path(encoder["path"]).name
         arguments["text"] = asdict(spec.text) | {"encoder": encoder}
+    example = torch.zeros(1, *spec.shape, device=trained.device)
     latents = {
+        "size": trained.decode(example).shape[1:3],
         "mean": spec.mean,
         "std": spec.std,
         "class_names": spec.names,

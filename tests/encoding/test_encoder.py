@@ -79,4 +79,4 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(job, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     assert "nothing is written: 10 of 20 images, 2 of them held out, in 3 shards" in output
     assert "minutes: decoding" in output
-    assert "latents of 8×6: model.patch_size may be 1, 2\n  of 10 images 100% are" in output
+    assert "latents of 8×6: model.patch_size may be 1, 2\n  of the first 8 images 100%" in output

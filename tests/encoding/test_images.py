@@ -45,13 +45,16 @@ def test_a_crop_keeps_rows_and_columns(resolution):
     assert np.abs(ours - np.asarray(fitted, np.int16)).max() <= 4
 
 
+@pytest.mark.parametrize("orientation", [3, 6])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_header_tells_the_aspect_of_the_upright_image(kind):
+def test_a_header_tells_the_aspect_of_the_upright_image(kind, orientation, monkeypatch):
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
+    exif[ExifTags.Base.Orientation] = orientation
     content = encode_image(Image.new("RGB", (30, 20)), kind, exif=exif)
     with Image.open(io.BytesIO(content)) as image:
         upright = ImageOps.exif_transpose(image)
+    monkeypatch.delattr(ImageFile.ImageFile, "load")
+    assert read_aspect(PNG, "a") == 1.0
     assert read_aspect(content, "a") == upright.width / upright.height
     assert read_aspect(content[:4], "a") is None
 
@@ -60,9 +63,9 @@ def test_a_resolution_that_keeps_more_is_named():
     aspects = [3 / 4] * 3 + [4 / 3]
     said = describe_shapes(aspects, 256, [32, 32])
     assert "patch_size may be 1, 2, 4, 8, 16, 32\n" in said
-    assert "of 4 images 75% are portrait, 25% landscape: resolution=[256,256] keeps 75%" in said
+    assert "of the first 4 images 75% are portrait, 25% landscape: resolution=[256,256]" in said
     # 288 / 224 keeps 0.75 · 9/7 of the portraits and 3/4 · 7/9 of the landscape
-    assert said.endswith("of their pixels, [288,224] would keep 87%")
+    assert said.endswith(" keeps 75% of their pixels, [288,224] would keep 87%")
     assert describe_shapes([4 / 3, 3 / 4], 64, [8, 8]).endswith("keeps 75% of their pixels")
 
 

@@ -146,9 +146,9 @@ def save_latent_set(folder, shards, captions=None, **changes):
     return manifest
 
 
-def save_named_set(folder, names):
+def save_named_set(folder, names, shape=(1, 4, 6)):
     """Writes random latents of classes with these names, and returns the words of a run on them."""
-    samples = [draw_random_samples(count, seed, (1, 4, 6)) for seed, count in enumerate((20, 4))]
+    samples = [draw_random_samples(count, seed, shape) for seed, count in enumerate((20, 4))]
     for split in samples:
         split["labels"] %= max(1, len(names))
     shards = list(zip(("train", "held_out"), samples, strict=True))

@@ -160,15 +160,22 @@ def test_the_header_of_an_adapter_allocates_nothing(rank, sentence, base, run, t
 
 
 def test_the_classes_of_the_base_can_still_be_drawn(tmp_path):
-    """They follow those of the data, with their own rows of the table."""
+    """They follow those of the data, with their own rows of the table, also in latents of another
+    height and width."""
     small = ["model=conv_xs", "model.dim=32", "model.depth=1", "model.head_dim=16", *EAGER_RUN]
     words = save_named_set(tmp_path / "old", ["cat", "dog"])
     train(compose([*words, *small, "total_samples=16", f"run_dir={tmp_path / 'base'}"]))
-    words = [*EAGER_RUN, *save_named_set(tmp_path / "new", ["bird", "dog"])[:2], "adapter=lora"]
-    words += ["model=pretrained", f"init_from={tmp_path / 'base'}", "total_samples=32"]
+    words = save_named_set(tmp_path / "new", ["bird", "dog"], (1, 6, 2))[:2]
+    words += [
+        *EAGER_RUN,
+        "adapter=lora",
+        "model=pretrained",
+        f"init_from={tmp_path / 'base'}",
+        "total_samples=32",
+    ]
     train(compose([*words, f"run_dir={tmp_path / 'run'}"]))
     trained = load_run(tmp_path / "run")
     assert trained.spec.names == ["bird", "dog", "cat"]
     base = load_run(tmp_path / "base").model.label_embed.table.weight
     assert torch.equal(trained.model.label_embed.table.weight[2], base[0])
-    assert trained.sample(["cat", 0], steps=1).shape == (2, 4, 6, 3)
+    assert trained.sample(["cat", 0], steps=1).shape == (2, 6, 2, 3)

@@ -258,8 +258,8 @@ def open_base(cfg: TrainConfig, loader: LatentLoader, ranks: Ranks) -> Base | No
 def load_base(model: nn.Module, spec: LatentSpec, base: Base, node: Mapping[str, Any]) -> str:
     """Loads the weights of a base model into the new `model`, of the configuration `node`.
     A class gets the row that the base model's label table has for the class of the same name.
-    Returns the end of a sentence about the rows kept, "" if the classes of both models are the
-    same."""
+    Returns the end of a sentence about the rows kept and the positions resized, "" if the classes
+    and the size of the latents are the same."""
     try:
         tensors, note = fit_weights(model, spec, base.file, node)
     except ValueError as error:
