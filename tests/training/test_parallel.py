@@ -51,11 +51,6 @@ def single(run_ranks, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "run"
-
-
 TORCHRUN = """torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=2
     --signals-to-handle=SIGTERM,SIGINT,SIGUSR1"""
 """The options of scripts/slurm/train.sbatch."""
@@ -91,40 +86,40 @@ def read_weights(folder, step, name="ema"):
         slow(["runtime.parallel.mode=hsdp", "runtime.parallel.shard_degree=2"], 4),
     ],
 )
-def test_the_same_run_at_any_number_of_processes(words, ranks, run_ranks, single, folder):
+def test_the_same_run_at_any_number_of_processes(words, ranks, run_ranks, single, run_dir):
     """Losses, held-out losses, distances, samples, and the averages in the checkpoint; one process
     prints."""
-    output = run_ranks(folder, *EXTRAS, *words, ranks=ranks)
+    output = run_ranks(run_dir, *EXTRAS, *words, ranks=ranks)
     assert output.count("summary") == 1
     assert f"in one step of {ranks} processes" in output
-    assert_same_metrics(folder, single, "loss", "grad_norm", "lr", "step", "samples")
+    assert_same_metrics(run_dir, single, "loss", "grad_norm", "lr", "step", "samples")
 
     # Distances are those of 8-bit images, of which rounding moves a few pixels by one level.
     for name, tolerance in (("eval_loss", 1e-5), ("fd_encoder", 1e-3), ("kd_encoder", 1e-3)):
         values, expected = (
-            [line[name] for line in read_lines(run) if name in line] for run in (folder, single)
+            [line[name] for line in read_lines(run) if name in line] for run in (run_dir, single)
         )
         assert values == pytest.approx(expected, rel=tolerance), name
 
-    assert_close(read_weights(folder, 4), read_weights(single, 4), rtol=1e-4, atol=1e-5)
+    assert_close(read_weights(run_dir, 4), read_weights(single, 4), rtol=1e-4, atol=1e-5)
     grid, expected = (
         np.asarray(Image.open(run / "samples" / "step-4.png"), dtype=np.float32)
-        for run in (folder, single)
+        for run in (run_dir, single)
     )
     assert np.abs(grid - expected).mean() < 1.0
 
 
-def test_an_extra_term_is_the_same_at_any_number_of_processes(run_ranks, folder, tmp_path):
+def test_an_extra_term_is_the_same_at_any_number_of_processes(run_ranks, run_dir, tmp_path):
     """A resume at step 2 continues the log window of the first three steps, and the auxiliary head,
     whose term ends after step 3."""
     words = ["model=hybrid_xs", "objective.align_weight=1", "objective.align_until_samples=48"]
     words += ["model.internal_block=1", "log_every=3", "save_every=2", "keep_checkpoints=2"]
     run_ranks(tmp_path / "one", *words, ranks=1)
     for mode in ("ddp", "fsdp"):
-        run_ranks(folder, *words, f"runtime.parallel.mode={mode}")
+        run_ranks(run_dir, *words, f"runtime.parallel.mode={mode}")
         terms = ("loss", "loss_latent", "loss_internal")
-        assert_same_metrics(folder, tmp_path / "one", "step", *terms, "grad_norm")
-        shutil.rmtree(folder / "checkpoints" / "step-4")
+        assert_same_metrics(run_dir, tmp_path / "one", "step", *terms, "grad_norm")
+        shutil.rmtree(run_dir / "checkpoints" / "step-4")
 
 
 PAIRS = """
@@ -175,12 +170,12 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_techniques_and_processes_do_not_disturb_each_other(row, run_ranks, single, folder):
+def test_techniques_and_processes_do_not_disturb_each_other(row, run_ranks, single, run_dir):
     """A third of the pairs of choices; the whole matrix is slow."""
     mode, *chosen = row
     words = [word for word, on in zip(OPTIONS, chosen, strict=True) if on]
-    run_ranks(folder, *words, f"runtime.parallel.mode={mode}", "runtime.on_unavailable=error")
-    assert_same_metrics(folder, single)
+    run_ranks(run_dir, *words, f"runtime.parallel.mode={mode}", "runtime.on_unavailable=error")
+    assert_same_metrics(run_dir, single)
 
 
 FSDP = "runtime.parallel.mode=fsdp"
@@ -206,9 +201,9 @@ RESHARD = "runtime.parallel.reshard_after_forward=false"
     ],
     ids=lambda words: words[-1].rpartition(".")[2],
 )
-def test_every_option_trains(words, run_ranks, single, folder):
-    run_ranks(folder, *words)
-    assert_same_metrics(folder, single, "loss", rtol=1e-2 if "bf16" in str(words) else 2e-5)
+def test_every_option_trains(words, run_ranks, single, run_dir):
+    run_ranks(run_dir, *words)
+    assert_same_metrics(run_dir, single, "loss", rtol=1e-2 if "bf16" in str(words) else 2e-5)
 
 
 def read_copied(folder):
@@ -248,11 +243,11 @@ def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(run_ranks,
         slow("runtime.parallel.reduce_dtype=bf16", "over NCCL only"),
     ],
 )
-def test_processes_never_train_apart(word, sentence, zygote, folder):
+def test_processes_never_train_apart(word, sentence, zygote, run_dir):
     """on_unavailable=degrade does not help here."""
-    assert 0 not in zygote(folder, *FOUR_STEPS, word, ranks=2)
-    assert sentence in read_output(folder)
-    assert not folder.exists()
+    assert 0 not in zygote(run_dir, *FOUR_STEPS, word, ranks=2)
+    assert sentence in read_output(run_dir)
+    assert not run_dir.exists()
 
 
 @pytest.mark.gpu
@@ -270,35 +265,35 @@ def test_one_process_over_nccl_trains_as_one_without_it(words, tmp_path):
 @pytest.mark.fault(
     "another number of processes: 2, 3, 1", "the same samples; the same losses within rounding"
 )
-def test_a_checkpoint_fits_any_number_of_processes(run_ranks, single, folder):
+def test_a_checkpoint_fits_any_number_of_processes(run_ranks, single, run_dir):
     """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run, and its
     snapshots of averages."""
     for samples, ranks, mode in ((24, 2, "ddp"), (36, 3, "fsdp"), (48, 1, "none")):
         words = [f"total_samples={samples}", "save_every=1", f"runtime.parallel.mode={mode}"]
-        run_ranks(folder, *words, f"ema.snapshots={samples // 12}", ranks=ranks)
-    assert_same_metrics(folder, single)
-    for snapshot, expected in zip(list_snapshots(folder), list_snapshots(single), strict=True):
+        run_ranks(run_dir, *words, f"ema.snapshots={samples // 12}", ranks=ranks)
+    assert_same_metrics(run_dir, single)
+    for snapshot, expected in zip(list_snapshots(run_dir), list_snapshots(single), strict=True):
         assert snapshot.file.name == expected.file.name
         assert_close(load_file(snapshot.file), load_file(expected.file), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", [slow("ddp"), "fsdp"])
 @pytest.mark.fault("a NaN in one of two processes", "a step skipped by both; weights bit-identical")
-def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode, run_ranks, folder):
+def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode, run_ranks, run_dir):
     words = ["save_every=1", "keep_checkpoints=9", "runtime.fused_adamw=true"]
-    run_ranks(folder, *words, f"runtime.parallel.mode={mode}", FAULT="nan:1:3")
-    skipped = [count for (count,) in read_columns(folder, "skipped")]
+    run_ranks(run_dir, *words, f"runtime.parallel.mode={mode}", FAULT="nan:1:3")
+    skipped = [count for (count,) in read_columns(run_dir, "skipped")]
     assert sum(skipped) == 1
     bad = skipped.index(1)
-    assert are_equal(*(read_weights(folder, step, "model") for step in (bad, bad + 1)))
+    assert are_equal(*(read_weights(run_dir, step, "model") for step in (bad, bad + 1)))
 
 
-def test_the_command_of_a_killed_process_ends_the_same(zygote, run_ranks, single, folder):
-    environment = {"FAULT": "die:1:3", "FAULT_MARKER": f"{folder}.died"}
-    codes = zygote(folder, *FOUR_STEPS, "save_every=1", ranks=2, environment=environment)
+def test_the_command_of_a_killed_process_ends_the_same(zygote, run_ranks, single, run_dir):
+    environment = {"FAULT": "die:1:3", "FAULT_MARKER": f"{run_dir}.died"}
+    codes = zygote(run_dir, *FOUR_STEPS, "save_every=1", ranks=2, environment=environment)
     assert codes[1] == -9
-    run_ranks(folder, "save_every=1")
-    assert_same_metrics(folder, single)
+    run_ranks(run_dir, "save_every=1")
+    assert_same_metrics(run_dir, single)
 
 
 @pytest.mark.slow
@@ -315,12 +310,12 @@ def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single, tmp
 
 
 @pytest.mark.fault("a process that hangs", "the run ends within runtime.parallel.timeout_minutes")
-def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote, folder):
+def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote, run_dir):
     words = [*FOUR_STEPS, "runtime.parallel.timeout_minutes=0.1"]
-    codes = zygote(folder, *words, ranks=2, environment={"FAULT": "hang:1:4"})
+    codes = zygote(run_dir, *words, ranks=2, environment={"FAULT": "hang:1:4"})
     # The harness kills the process that hangs once the other has ended.
     assert codes == [1, -9]
-    assert re.search("imed out|imeout", read_output(folder))
+    assert re.search("imed out|imeout", read_output(run_dir))
 
 
 # tests/faults/test_kills.py signals processes that are forked.
@@ -329,17 +324,17 @@ def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote, folder):
     "SIGTERM or SIGUSR1 to torchrun", "saved at the next step; the same command goes on"
 )
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name, run_ranks, folder):
-    process = launch(folder, "total_samples=1200000", "save_every=100000", "log_every=5")
-    while not (folder / "metrics.jsonl").exists():
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name, run_ranks, run_dir):
+    process = launch(run_dir, "total_samples=1200000", "save_every=100000", "log_every=5")
+    while not (run_dir / "metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()[1][-2000:]
         time.sleep(0.02)
     os.kill(process.pid, getattr(signal, name))
     output, _ = process.communicate()
     assert "asked to stop at step" in output
-    (saved,) = (folder / "checkpoints").glob("step-*")
+    (saved,) = (run_dir / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
-    output = run_ranks(folder, f"total_samples={12 * (step + 2)}")
+    output = run_ranks(run_dir, f"total_samples={12 * (step + 2)}")
     assert f"resumed from {saved} at step {step}" in output
 
 
@@ -356,10 +351,10 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name, run_r
         ),
     ],
 )
-def test_a_wrong_launch_is_one_sentence(words, environment, sentence, zygote, folder):
+def test_a_wrong_launch_is_one_sentence(words, environment, sentence, zygote, run_dir):
     several = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"} | environment
-    assert zygote(folder, *FOUR_STEPS, *words, environment=several) == [1]
-    output = read_output(folder)
+    assert zygote(run_dir, *FOUR_STEPS, *words, environment=several) == [1]
+    output = read_output(run_dir)
     assert sentence in output
     assert "Traceback" not in output
 
