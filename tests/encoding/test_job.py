@@ -26,7 +26,7 @@ from encoding.shards import Part, ShardWriter, read_finished
 from models.autoencoders import WEIGHTS_FILE
 from precompute_latents import precompute
 from tests.harness.captions import plan_captions
-from tests.harness.limits import start_fork
+from tests.harness.limits import lock_elsewhere, start_fork
 from tests.harness.parts import run_parts
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, read_contents
@@ -172,37 +172,16 @@ def test_ranks_of_torchrun_make_the_bytes_of_one_job(vae, photos, tmp_path, job)
     assert read_contents(tmp_path / "ranks") == read_contents(job())
 
 
-HOLD = """
-import fcntl, sys
-lock = open(sys.argv[1], "a")
-fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, *map(int, sys.argv[2:]))
-print("held", flush=True)
-input()
-"""
-
-
 TURN = range(LOCK_PARTS, LOCK_PARTS + 1)
-
-
-def hold(folder, part="0/1"):
-    """Locks the bytes of a part, or of the turn, from another process, until that is killed."""
-    chosen = TURN if part == "turn" else Part.parse(part).find_range(LOCK_PARTS)
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder / ".lock"), str(len(chosen)), str(chosen.start)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @contextmanager
 def held(folder, part):
-    """Another process holds a part of the folder's shards while the `with` block runs."""
-    with hold(folder, part) as holder:
-        assert holder.stdout.readline() == "held\n"
-        yield
-        holder.kill()
+    """Another process wants a part of the folder's shards, or the turn, and holds it while the
+    `with` block runs; yields what it hears."""
+    chosen = TURN if part == "turn" else Part.parse(part).find_range(LOCK_PARTS)
+    with lock_elsewhere(folder, start=chosen.start, length=len(chosen)) as (_, answer):
+        yield answer
 
 
 def test_two_jobs_do_not_write_the_same_shards(job, tmp_path):
@@ -220,8 +199,9 @@ def test_a_part_holds_its_shards_while_it_encodes(job, monkeypatch):
 
     def run_beside_others(self, plan):
         for other in ("1/3", "0/3", "1/2", "0/1"):
-            if "BlockingIOError" in hold(self.out, other).communicate()[1]:
-                refused.append(other)
+            with held(self.out, other) as answer:
+                if answer != "locked":
+                    refused.append(other)
         run(self, plan)
 
     monkeypatch.setattr(ShardEncoder, "run", run_beside_others)
@@ -230,16 +210,18 @@ def test_a_part_holds_its_shards_while_it_encodes(job, monkeypatch):
 
 
 def test_parts_write_and_compare_settings_one_after_the_other(job, monkeypatch):
-    errors = []
+    answers = []
 
     def write_beside_others(file, content):
-        errors.append(hold(file.parent, "turn").communicate()[1])
+        with held(file.parent, "turn") as answer:
+            answers.append(answer)
         write_json(file, content)
 
     monkeypatch.setattr("encoding.job.write_json", write_beside_others)
     out = job("part=0/3")
-    assert "BlockingIOError" in errors[0]
-    assert hold(out, "turn").communicate()[0] == "held\n"
+    assert answers == ["Busy."]
+    with held(out, "turn") as answer:
+        assert answer == "locked"
 
 
 def test_a_rank_that_cannot_be_is_refused(job, tmp_path, monkeypatch):
