@@ -28,12 +28,6 @@ def test_any_image_becomes_a_square(size, mode):
         assert pixels[:, 0, 0].tolist() == [255, 0, 0]
 
 
-def test_the_centre_is_kept():
-    image = Image.new("RGB", (300, 100))
-    image.paste((0, 255, 0), (100, 0, 200, 100))
-    assert (decode_image(encode_image(image), 50)[1, 1:-1, 1:-1] > 200).all()
-
-
 @pytest.mark.parametrize("resolution", [[12, 8], [8, 12], [24, 6]])
 def test_a_crop_keeps_rows_and_columns(resolution):
     """As Pillow's own crop to an aspect does."""
