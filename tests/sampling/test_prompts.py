@@ -8,7 +8,6 @@ import torch
 
 from common.config.compose import compose, parse_words
 from common.files import read_object, write_json
-from evaluation.clip import ClipScore
 from models.text import TextEmbedding
 from sampling.load import TrainedModel, load_run
 from scripts.evaluate import EvaluateConfig, evaluate_run
@@ -19,7 +18,6 @@ from tests.harness.draws import make_job
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
-from training.drawing import Conditions
 from training.inputs import build_loader
 
 PROMPTS = [
@@ -220,17 +218,6 @@ def test_the_clip_score(captioned_run, clip, tmp_path):
     output = CLIPModel.from_pretrained(clip)(**pixels, **tokens)
     scores = torch.cosine_similarity(output.image_embeds, output.text_embeds)
     assert result["clip_score"] == pytest.approx(100 * scores.mean().item(), abs=0.3)
-
-
-def test_each_sample_is_scored_by_its_own_caption(clip):
-    def score(names, numbers):
-        table = Conditions("train", None, None, names, table=0)
-        return ClipScore(str(clip), table, torch.tanh)(torch.tensor(numbers), images)
-
-    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    scores = score(["a", "one"], [0, 0])
-    assert torch.equal(scores, score(["a"], [0, 0]))
-    assert not torch.isclose(scores, score(["a", "one"], [1, 1])).any()
 
 
 def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
