@@ -4,7 +4,6 @@ two processes."""
 import json
 import os
 import shutil
-import signal
 from multiprocessing import get_context
 from unittest.mock import DEFAULT, Mock
 
@@ -23,7 +22,7 @@ from models.autoencoders import PixelAutoencoder
 from sampling import draw
 from sampling.draw import ResumableChunks
 from scripts.evaluate import EvaluateConfig, evaluate_run
-from tests.harness.limits import start_fork
+from tests.harness.draws import kill_at_piece
 from tests.harness.outcomes import read_lines
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
@@ -192,21 +191,13 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsy
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_a_killed_command_goes_on_to_the_same_figures(trained, whole, tmp_path, monkeypatch):
+def test_a_killed_command_goes_on_to_the_same_figures(trained, whole, tmp_path):
     """It dies in the second of three pieces."""
     out = tmp_path / "samples"
-    write = ResumableChunks.write
-
-    def write_or_die(self, number, tensors):
-        if number == 1 and self.folder.suffix == ".parts":
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, number, tensors)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableChunks, "write", write_or_die)
-        process = start_fork(lambda: evaluate(out, trained, **CHUNKS))
-        process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_at_piece(
+        lambda number, folder: number == 1 and folder.suffix == ".parts",
+        lambda: evaluate(out, trained, **CHUNKS),
+    )
     assert len(list((tmp_path / "samples.parts").glob("*.safetensors"))) == 1
     assert evaluate(out, trained, **CHUNKS)["features"] == whole
 

@@ -1,8 +1,6 @@
 """`scripts.evaluate` with several scales of guidance, and several lengths of averages."""
 
-import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -13,10 +11,10 @@ from common.config.compose import compose, parse_words
 from common.distributed.ranks import SINGLE
 from common.files import read_object
 from models.denoiser import Denoiser
-from sampling.draw import DrawConfig, ResumableChunks, SampleJob
+from sampling.draw import DrawConfig, SampleJob
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.sample import SampleConfig
-from tests.harness.limits import start_fork
+from tests.harness.draws import kill_at_piece
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import TINY_MODEL
 from train import train
@@ -69,23 +67,10 @@ def test_scales_share_calls_and_draw_what_each_draws_alone(solver, interval, tra
     assert sum(sizes) == 16 * sum(one.count_calls() for one in alone) > 16 * planned
 
 
-def test_a_killed_sweep_goes_on_to_the_figures_of_single_commands(
-    trained, tmp_path, monkeypatch, capsys
-):
+def test_a_killed_sweep_goes_on_to_the_figures_of_single_commands(trained, tmp_path, capsys):
     """It dies when it has all pieces of the first length and none of the second."""
     words = [f"run_dir={trained}", "guidance=[1,1.25]", "length=[0.05,0.1]", f"out={tmp_path}/out"]
-    write = ResumableChunks.write
-
-    def write_or_die(self, number, tensors):
-        if "0.1" in self.folder.name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, number, tensors)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableChunks, "write", write_or_die)
-        process = start_fork(lambda: evaluate(*words))
-        process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_at_piece(lambda number, folder: "0.1" in folder.name, lambda: evaluate(*words))
     assert len(list(tmp_path.glob("*.parts/*.safetensors"))) == 2
     swept = evaluate(*words)
     text = capsys.readouterr().out

@@ -7,9 +7,8 @@ from PIL import Image
 
 from common.distributed.ranks import SINGLE, Ranks
 from common.files import read_object
-from sampling.draw import ResumableChunks
 from scripts.sample import Format, SampleConfig, sample_run
-from tests.harness.draws import draw_samples, make_job
+from tests.harness.draws import draw_samples, kill_at_piece, make_job
 from tests.harness.refusals import expect_refusal
 
 
@@ -69,25 +68,14 @@ def test_samples_of_other_settings_never_replace_each_other(trained, tmp_path, m
     assert lines[-2:] == [str(files[0]), str(files[0].with_suffix(".png"))]
 
 
-class Killed(BaseException):
-    """Ends a command as a kill would: nothing catches it."""
-
-
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_stopped_command_goes_on_to_the_same_bytes(drawn, trained, tmp_path, monkeypatch):
-    write = ResumableChunks.write
-
-    def die(self, number, tensors):
-        if number == 1:
-            (self.folder / "000001-tmp").write_bytes(b"half")
-            raise Killed
-        write(self, number, tensors)
+def test_a_killed_command_goes_on_to_the_same_bytes(drawn, trained, tmp_path):
+    def dies(number, folder):
+        (folder / "000001-tmp").write_bytes(b"half")
+        return number == 1
 
     out = tmp_path / "stopped"
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableChunks, "write", die)
-        with pytest.raises(Killed):
-            draw_samples(trained, out)
+    kill_at_piece(dies, lambda: draw_samples(trained, out))
     parts = tmp_path / "stopped.parts"
     (chunk,) = parts.glob("000000-*.safetensors")
     with expect_refusal(r"count was 1100, is 1200\); choose another out, or delete"):
