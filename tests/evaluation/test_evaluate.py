@@ -276,13 +276,6 @@ def test_samples_that_are_not_finite_have_no_figures(
     assert not any("kd_encoder" in line for line in read_lines(run_dir))
 
 
-def test_results_of_other_settings_do_not_replace_each_other(trained, run_dir):
-    folder = shutil.copytree(trained, run_dir)
-    for steps in (1, 2, 2):
-        evaluate(None, folder, steps=steps, features=["encoder"], count=20)
-    assert len(list((folder / "evaluation").glob("step-4-*.json"))) == 2
-
-
 def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
     weights = str(tmp_path / "copied.safetensors")
     shutil.copy(trained / "checkpoints" / "step-4" / "ema.safetensors", weights)

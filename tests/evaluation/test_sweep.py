@@ -102,10 +102,12 @@ def test_a_killed_sweep_goes_on_to_the_figures_of_single_commands(trained, tmp_p
 
 
 def test_results_of_a_sweep_lie_with_those_of_the_run(trained, tmp_path, monkeypatch, capsys):
-    """Without matplotlib there is a sentence in place of the plot."""
+    """The same command again replaces them. Without matplotlib there is a sentence in place of the
+    plot."""
     folder = shutil.copytree(trained, tmp_path / "run")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    evaluate(f"run_dir={folder}", "guidance=[1,2]", "count=150")
+    for _ in range(2):
+        evaluate(f"run_dir={folder}", "guidance=[1,2]", "count=150")
     assert len(list(folder.glob("evaluation/step-4-*.json"))) == 2
     assert not list(folder.glob("evaluation/*.svg"))
     text = capsys.readouterr().out
