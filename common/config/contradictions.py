@@ -1,5 +1,5 @@
-"""Refuses runtime keys that contradict each other on every machine. This file must not import
-torch, so that `--help` stays quick.
+"""Refuses runtime keys that contradict each other on every machine, and values that no type of a
+field describes. This file must not import torch, so that `--help` stays quick.
 
 `runtime` is the `RuntimeConfig` of common/config/schema.py, which calls this file. The rules are in
 contradictions.yaml.

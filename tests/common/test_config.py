@@ -192,7 +192,8 @@ def test_foreign_spellings_get_ours(key):
 
 def test_the_keys_that_answers_name_are_real():
     source = compose(["data=webdataset", "logger=wandb", "adapter=lora", "init_from=x"]).source
-    keys = [f"{key}." for key in (*dict(list_nodes(source)), *vars(ImportConfig()), "experiment")]
+    others = vars(ImportConfig()) | vars(PrecomputeConfig())
+    keys = [f"{key}." for key in (*dict(list_nodes(source)), *others, "experiment")]
     answers = [answer.partition("; ")[2] for answer in SPELLINGS.values()]
     for answer in (*list_foreign("training").values(), *answers):
         for name in re.findall(r"(?<![\w.-])([a-z][a-z_.\d]*)[=?]", answer):
