@@ -98,6 +98,9 @@ def test_a_zigzag_path_visits_every_token_and_steps_to_neighbours(grid, layer):
     rows = path // grid[1]
     columns = path % grid[1]
     assert ((rows.diff().abs() + columns.diff().abs()) == 1).all()
+    # the ends of the first row and of the first column
+    begins = (0, 0, grid[1] - 1, len(path) - grid[1])
+    assert path[0] == begins[layer]
 
 
 def test_a_selective_scan_alternates_a_path_and_its_reverse_and_has_eight_in_all():
