@@ -43,10 +43,9 @@ def describe_shapes(
     height, width = list_sides(resolution)
     common = math.gcd(*grid)
     patches = [str(size) for size in range(1, common + 1) if common % size == 0]
-    lines = [f"  latents of {grid[0]}×{grid[1]}: model.patch_size may be {', '.join(patches)}"]
-
+    said = f"  latents of {grid[0]}×{grid[1]}: model.patch_size may be {', '.join(patches)}"
     if not aspects:
-        return lines[0]
+        return said
 
     # Try all sizes of about as many pixels that the encoder takes, and that patches of 2 divide if
     # they divide the present one; no side is longer than four times the other.
@@ -61,12 +60,14 @@ def describe_shapes(
     ]
     best = max([(height, width), *near], key=lambda size: measure_kept(aspects, size))
 
-    kept, most = (measure_kept(aspects, size) for size in ((height, width), best))
-    portrait, landscape = (fmean(aspect**sign > 1.0 for aspect in aspects) for sign in (-1, 1))
-    lines.append(
-        f"  of the first {len(aspects)} images {portrait:.0%} are portrait, {landscape:.0%} "
+    kept = measure_kept(aspects, (height, width))
+    most = measure_kept(aspects, best)
+    portrait = fmean(aspect < 1.0 for aspect in aspects)
+    landscape = fmean(aspect > 1.0 for aspect in aspects)
+    said += (
+        f"\n  of the first {len(aspects)} images {portrait:.0%} are portrait, {landscape:.0%} "
         f"landscape: resolution=[{height},{width}] keeps {kept:.0%} of their pixels"
     )
     if most > kept + 0.01:
-        lines[1] += f", [{best[0]},{best[1]}] would keep {most:.0%}"
-    return "\n".join(lines)
+        said += f", [{best[0]},{best[1]}] would keep {most:.0%}"
+    return said

@@ -311,7 +311,7 @@ def fit_weights(
             f"{len(new_names) - len(kept)}"
         )
     if isinstance(model, Denoiser):
-        note += resize_positions(tensors, model, old, spec)
+        note += resize_positions(tensors, model, old)
     hint = "" if description else ", and the file names no classes"
     refuse_misfit(file, "this model", tensors, model_tensors, hint)
     if description is not None:
@@ -319,16 +319,13 @@ def fit_weights(
     return tensors, note
 
 
-def resize_positions(
-    tensors: dict[str, Tensor], model: Denoiser, old: LatentSpec, new: LatentSpec
-) -> str:
+def resize_positions(tensors: dict[str, Tensor], model: Denoiser, old: LatentSpec) -> str:
     """Interpolates the embeddings of positions among `tensors`, weights for latents of `old`, to
-    the grid of `model`, which is for those of `new`, as vision transformers are fine-tuned on other
-    sizes (Dosovitskiy et al. 2021, section 3.2). Returns the end of a sentence about it, "" if both
-    have the same height and width."""
+    the grid of `model`, as vision transformers are fine-tuned on other sizes (Dosovitskiy et al.
+    2021, section 3.2). Returns the end of a sentence about it, "" if the grid is the same."""
     grid = (old.height // model.patch_size, old.width // model.patch_size)
     positions = tensors.get("pos_embed", torch.empty(0))
-    if old.shape[1:] == new.shape[1:] or positions.shape != (1, math.prod(grid), model.dim):
+    if grid == model.grid or positions.shape != (1, math.prod(grid), model.dim):
         return ""
     planes = positions.mT.unflatten(2, grid)
     resized = nn.functional.interpolate(planes.float(), model.grid, mode="bicubic", antialias=True)
