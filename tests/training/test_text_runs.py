@@ -1,7 +1,8 @@
-"""Runs on captions: techniques change nothing, forecasts count the text."""
+"""Runs on captions: techniques change nothing, restarts are exact, forecasts count the text."""
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import compose_words, tiny_training
 from tests.harness.words import CPU
 from train import train
+from training.checkpoint.load import list_complete
 from training.drawing import check_guidance
 from training.inputs import build_loader
 
@@ -73,6 +75,18 @@ def test_half_of_the_captions_are_dropped_by_the_position_alone(digits):
         training.step.compute_losses(next(training.loader))
     share = torch.cat(seen).float().mean()
     assert abs(share - 0.5) < 4 * 0.5 / (40 * 8) ** 0.5
+
+
+def test_a_resumed_run_is_exact(digits, run):
+    words = [*text_words(digits), "data=webdataset", "data.num_workers=0", "model=dit_s"]
+    words += ["model.text_tokens=true", "total_samples=80", "save_every=3", "eval_every=3"]
+    words += ["deterministic=true"]
+    whole = run(*words, folder="whole")
+    first = list_complete(Path(whole["run_dir"]) / "checkpoints")[0]
+    resumed = run(*words, f"resume={first}", folder="resumed")
+    assert (resumed["eval_loss"], resumed["loss"]) == (whole["eval_loss"], whole["loss"])
+    with expect_refusal("conditioning"):
+        run(*words, "model.conditioning=class_and_text", folder="whole")
 
 
 def test_distances_and_grids_are_drawn_of_pairs_of_the_data(digits):
