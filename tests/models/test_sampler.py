@@ -1,4 +1,4 @@
-"""Settings of a sampler, and guidance; tests/sampling/test_sampling.py has the solvers."""
+"""Solvers, the shift of their times, and guidance."""
 
 import pytest
 import torch
@@ -9,6 +9,13 @@ from models.sampler import make_guided_velocity, sample
 from tests.harness.steps import tiny_training
 from tests.harness.words import CPU
 from training.drawing import Conditions, SampleStream
+
+
+def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
+    times = []
+    sample(lambda x, t: times.append(t) or x, torch.ones(1, 1, 1, 1), 4, "euler", shift=3.0)
+    # 3t / (1 + 2t) at 1, 3/4, 1/2 and 1/4
+    assert times == pytest.approx([1.0, 0.9, 0.75, 0.5])
 
 
 def test_every_setting_of_the_sampler_reaches_the_samples():
