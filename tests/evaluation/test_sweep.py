@@ -102,8 +102,8 @@ def test_a_killed_sweep_goes_on_to_the_figures_of_single_commands(trained, tmp_p
 
 
 def test_results_of_a_sweep_lie_with_those_of_the_run(trained, tmp_path, monkeypatch, capsys):
-    """The same command again replaces them. Without matplotlib there is a sentence in place of the
-    plot."""
+    """A second run of the command replaces them. Without matplotlib it prints a sentence in place
+    of the plot."""
     folder = shutil.copytree(trained, tmp_path / "run")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for _ in range(2):

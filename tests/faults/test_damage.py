@@ -204,8 +204,8 @@ def test_what_is_read_back_is_not_the_page_cache(tmp_path, monkeypatch):
 
 
 def is_cached(file):
-    """Whether the page cache holds the start of a file. A read with RWF_NOWAIT does not tell: it
-    brings the page in, and a quick disk is there before the answer."""
+    """Says whether the page cache holds the start of a file. A read with RWF_NOWAIT does not tell:
+    Linux brings the page in for it, and with a quick disk it is there before the answer."""
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as memory:
         address = ctypes.byref(ctypes.c_char.from_buffer(memory))
         held = ctypes.c_ubyte()
