@@ -37,6 +37,7 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     from evaluation.evaluator import TrainingDistances  # imported here: torch slows down --help
     from training.assemble import assemble, describe_run, restore
     from training.checkpoint.snapshots import prepare_snapshots, save_snapshot_if_due
+    from training.drawing import describe_shifts
     from training.evaluate import draw_sample_grid, score
     from training.failures import end_if_failed, explain_failures
     from training.preflight.memory import refuse_large_step
@@ -75,6 +76,7 @@ def train(composed: Composed, began: float | None = None) -> dict[str, Any]:
     described = describe_run(run.composed, training, ledger)
     origin = restore(cfg, state, checkpoints, described)
     origin += ranks.broadcast_result(lambda: prepare_snapshots(cfg, state, run.folder))
+    origin += describe_shifts(cfg, training.loader.spec)
     progress = Progress(
         cfg.total_samples, "samples", state.samples, plain=False, silent=not ranks.first
     )

@@ -79,7 +79,7 @@ class Manifest:
     kind: Literal["mean_std", "sample"]
     """"mean_std": the set stores the posterior's mean (and its std, if the encoder is variational);
     "sample": the set stores one seeded draw from the posterior."""
-    dtype: Literal["float16", "bfloat16", "float32"]
+    dtype: Literal["float16", "bfloat16", "float32", "uint8"]
     flips: bool
     """True if the set also stores the latents of each image mirrored."""
     mean: list[Finite]

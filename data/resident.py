@@ -242,6 +242,11 @@ class ResidentLatents(InMemoryLatents):
             "resident", path, normalisation, encoder, latent_scale, on_corrupt
         )
         if storage == "int8":
+            if train.manifest.dtype == "uint8":
+                raise UserError(
+                    "data.storage=int8: this set has 8 bits already, and they are exact; leave "
+                    "storage out."
+                )
             spec = spec.with_order(storage)
         super().__init__(spec, **args)
 

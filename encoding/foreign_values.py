@@ -18,25 +18,30 @@ CHUNK_SAMPLES = 256
 """Number of samples that an import reads and writes together."""
 
 
-def read_chunks(foreign: ForeignLatents, classes: int) -> Iterator[dict[str, Any]]:
+def read_chunks(
+    foreign: ForeignLatents, classes: int, pixels: bool = False
+) -> Iterator[dict[str, Any]]:
     """Yields chunks of n ≤ `CHUNK_SAMPLES` samples, each a dict: `latents` (n, C, H, W) and, if the
     source has latents of mirrored images, `mirrored` (n, C, H, W), both in fp32; `labels` (n,),
     below `classes`, or all 0 if `classes` is 0; and `places`, n texts that say where the samples
     lie.
 
     Raises a UserError that names the first sample whose label is no class index, or whose latents
-    are not finite floating-point numbers of the same shape as in the samples before.
+    are not finite floating-point numbers, or if `pixels` 8-bit numbers, of the same shape as in the
+    samples before.
     """
-    samples = convert_samples(foreign, classes)
+    samples = convert_samples(foreign, classes, pixels)
     while group := list(islice(samples, CHUNK_SAMPLES)):
         yield default_collate(group)
 
 
-def convert_samples(foreign: ForeignLatents, classes: int) -> Iterator[dict[str, Any]]:
+def convert_samples(
+    foreign: ForeignLatents, classes: int, pixels: bool
+) -> Iterator[dict[str, Any]]:
     """Yields the samples of `read_chunks`."""
     first = None
     for where, parts in foreign.samples():
-        sample = {n: convert_latents(v, where) for n, v in parts.items() if n != "labels"}
+        sample = {n: convert_latents(v, where, pixels) for n, v in parts.items() if n != "labels"}
         shapes = " and ".join(f"{n} of shape {tuple(t.shape)}" for n, t in sample.items())
         first = first or shapes
         if shapes != first:
@@ -70,18 +75,20 @@ def parse_class_index(label: Any, limit: int, where: str) -> int:
     return int(label)
 
 
-def convert_latents(values: Any, where: str) -> Tensor:
+def convert_latents(values: Any, where: str, pixels: bool) -> Tensor:
     """Converts an array to a tensor (C, H, W) in fp32. Raises UserError unless the array has
-    finite floating-point numbers in that shape."""
+    finite floating-point numbers, or 8-bit numbers if `pixels`, in that shape."""
     kind = getattr(values, "dtype", type(values).__name__)
+    if pixels and kind == torch.uint8:
+        values = values.double()
     # Convert numpy arrays of floats to float64 in this machine's byte order: PyTorch accepts no
     # other byte order.
-    if getattr(kind, "kind", None) == "f":
+    if getattr(kind, "kind", None) == "f" or (pixels and kind == "uint8"):
         values = torch.from_numpy(values.astype("float64"))
     if not is_dense(values) or not values.is_floating_point():
         raise UserError(
             f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
-            "numbers; save them as float32."
+            "numbers; save them as float32. (8-bit pixels need encoder=pixels dtype=uint8.)"
         )
     if values.ndim == 4:  # a batch of one sample, (1, C, H, W), or a single frame, (C, 1, H, W)
         values = values.squeeze(int(len(values) > 1))

@@ -47,7 +47,7 @@ from encoding.caption_job import CaptionJob
 from encoding.decoding import list_others
 from encoding.images import CONVERTED, RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
-from models.autoencoders import locate_encoder
+from models.autoencoders import ByteAutoencoder, locate_encoder
 from models.images import Autoencoder
 
 JOB_FILE = "job.json"
@@ -362,6 +362,10 @@ def describe_result(manifest: Manifest, out: Path) -> str:
     guidance = "" if manifest.class_names else " sampling.guidance=1"
     if manifest.text is not None:
         guidance = " model.conditioning=text"
+    experiment = "photos"
+    if manifest.encoder_class == ByteAutoencoder.kind:
+        side = max(manifest.height, manifest.width)
+        experiment = f"pixels_{min((s for s in (64, 128) if s >= side), default=256)}"
     path = shlex.quote(f"data.path={out}")
-    lines.append(f"next: python train.py experiment=photos {path}{guidance}")
+    lines.append(f"next: python train.py experiment={experiment} {path}{guidance}")
     return "\n".join(lines)

@@ -222,13 +222,18 @@ def cast_tensors(
     UserError names the first sample with such a value."""
     block = dict(tensors)
     for name in sorted(name for name in tensors if tensors[name].is_floating_point()):
-        block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
-        bad = ~block[name].isfinite().flatten(1).all(1)
+        fault = f"too large for dtype={dtype}; use dtype=bfloat16 or float32 and"
+        fits = tensors[name].to(getattr(torch, dtype))
+        good = fits.isfinite()
+        if dtype == "uint8":
+            fault = "no pixels from 0 to 255, as dtype=uint8 needs; use dtype=float16 and"
+            fits = tensors[name].clamp(0.0, 255.0).to(torch.uint8)
+            good = fits == tensors[name]
+        bad = ~good.flatten(1).all(1)
         if bad.any():
-            raise UserError(
-                f"{samples[int(bad.nonzero()[0])]} has {name} that are too large for "
-                f"dtype={dtype}; use dtype=bfloat16 or float32 and another out, or leave it out."
-            )
+            where = samples[int(bad.nonzero()[0])]
+            raise UserError(f"{where} has {name} that are {fault} another out, or leave it out.")
+        block[name] = fits.cpu()
     return block
 
 

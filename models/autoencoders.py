@@ -54,6 +54,19 @@ class PixelAutoencoder(Autoencoder):
         return select_rgb(latents)
 
 
+class ByteAutoencoder(PixelAutoencoder):
+    """An autoencoder whose latents are the pixels as 8-bit numbers, 0 to 255, which dtype=uint8
+    stores exactly."""
+
+    kind = "ByteAutoencoder"
+
+    def encode(self, images: Float[Tensor, "B C H W"]) -> tuple[Float[Tensor, "B C H W"], None]:
+        return ((images + 1.0) * 127.5).round(), None
+
+    def decode(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
+        return super().decode(latents) / 127.5 - 1.0
+
+
 class DiffusersAutoencoder(Autoencoder):
     """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny,
     AutoencoderDC, AutoencoderKLFlux2 or AutoencoderKLQwenImage.

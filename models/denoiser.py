@@ -1,5 +1,5 @@
 """The denoiser: cuts a noisy latent into patches (tokens), and maps them through a stack of blocks
-to a velocity.
+to a velocity, or to the clean latent, from which the velocity follows.
 
 Letters: B samples, C channels, H W latent height and width, L tokens, D width.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -21,11 +21,15 @@ from models.layers import (
     InternalHead,
     LabelEmbedding,
     TimestepEmbedding,
+    build_patch_embedding,
     init_linear,
     sincos_positions,
 )
 from models.shape import Shape
 from models.text import Conditioning, build_text_embedding
+
+SMALLEST_TIME = 1e-6
+"""Time below which a velocity is computed from a clean latent as at this time."""
 
 
 class Denoiser(nn.Module):
@@ -44,6 +48,12 @@ class Denoiser(nn.Module):
     `conditioning` is "class", "text" or "class_and_text"; `text`, a dict, describes the texts
     (models/text.py). With `text_tokens` the layers of attention also attend to their tokens. A
     sample with the null label gets the empty text.
+
+    `prediction` says what the heads estimate: "velocity", or "clean" for the clean latent z, from
+    which the velocity is (x - z)/t. A patch of many values, such as 16×16 pixels, has few values of
+    z that are likely, but noise of any values: z is what a narrow network can learn (JiT,
+    https://arxiv.org/abs/2511.13720). If `patch_rank` is r > 0, patches are embedded through r
+    channels, as there.
 
     If `internal_block` is k > 0, a second head estimates the velocity from the residual stream
     after block k, from 1, for internal guidance; it changes no other gradient. Training may add
@@ -84,6 +94,8 @@ class Denoiser(nn.Module):
         conditioning: Conditioning = "class",
         text_tokens: bool = False,
         text: Mapping[str, Any] | None = None,
+        prediction: Literal["velocity", "clean"] = "velocity",
+        patch_rank: int = 0,
     ) -> None:
         super().__init__()
         shape = Shape(
@@ -107,7 +119,8 @@ class Denoiser(nn.Module):
         self.dim = dim
         self.drop_path = drop_path
         patch_values = channels * patch_size**2
-        self.patch_embed = nn.Linear(patch_values, dim)
+        self.prediction = prediction
+        self.patch_embed = build_patch_embedding(patch_values, patch_rank, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, time_scale)
         by_text = conditioning == "text"
@@ -133,9 +146,12 @@ class Denoiser(nn.Module):
         meta device: then call it after `to_empty()`.
 
         Modulations start at zero, so each block starts as the identity. The head starts at zero, so
-        v = 0.
+        the model predicts zeros.
         """
-        init_linear(self.patch_embed)
+        if isinstance(self.patch_embed, nn.Linear):
+            init_linear(self.patch_embed)
+        else:
+            self.patch_embed.init_weights()
         with torch.no_grad():
             self.pos_embed.copy_(sincos_positions(self.grid, self.dim))
         optional = [self.label_embed, self.text_embed, self.internal]
@@ -231,10 +247,14 @@ class Denoiser(nn.Module):
     def read_velocity(
         self, patches: Float[Tensor, "B L E"], x: Tensor, t: Tensor
     ) -> Float[Tensor, "B C H W"]:
-        """Computes the velocity at (x, t) from what a head returns. Here heads predict the velocity
-        itself; a subclass whose heads predict something else, such as the clean latent, overrides
-        this method."""
-        return self.unpatchify(patches)
+        """Computes the velocity at (x, t) from what a head returns, the velocity itself or the
+        clean latent z (`prediction`); then it is (x - z)/t, in fp32. A subclass whose heads predict
+        something else overrides this method."""
+        predicted = self.unpatchify(patches)
+        if self.prediction == "velocity":
+            return predicted
+        time = t.float().clamp(min=SMALLEST_TIME).view(-1, 1, 1, 1)
+        return (x.float() - predicted.float()) / time
 
     def embed_condition(
         self, t: Float[Tensor, "B"], y: Int[Tensor, "B"] | Condition
@@ -305,7 +325,8 @@ class Denoiser(nn.Module):
         parts.pop("label_embed", None)  # a look-up
         total = 0
         for name, uses in (("patch_embed", self.tokens), ("head", self.tokens), ("modulation", 1)):
-            total += 2 * uses * cast("nn.Linear", parts.pop(name)).weight.numel()
+            if isinstance(parts[name], nn.Linear):
+                total += 2 * uses * cast("nn.Linear", parts.pop(name)).weight.numel()
 
         # Any other part must count itself: a subclass may add parts.
         for name, part in parts.items():

@@ -92,6 +92,33 @@ class Layer(nn.Module):
         }
 
 
+class LowRankEmbedding(Layer):
+    """Embeds patches by two linear layers with `rank` channels between them."""
+
+    def __init__(self, patch_values: int, rank: int, dim: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(patch_values, rank, bias=False)
+        self.up = nn.Linear(rank, dim)
+
+    def forward(self, patches: Float[Tensor, "B L E"]) -> Float[Tensor, "B L D"]:
+        return self.up(self.down(patches))
+
+    def list_matrices(self) -> dict[Tensor, Ranges]:
+        """Returns no matrix: as other embeddings, AdamW updates this one."""
+        return {}
+
+
+def build_patch_embedding(patch_values: int, rank: int, dim: int) -> nn.Linear | LowRankEmbedding:
+    """Builds the embedding of patches, of low rank unless `rank` is 0. Raises UserError for a rank
+    that saves nothing."""
+    if not 0 <= rank < min(patch_values, dim):
+        raise UserError(
+            f"model.patch_rank={rank} must be 0, or below both model.dim={dim} and the "
+            f"{patch_values} values of a patch."
+        )
+    return LowRankEmbedding(patch_values, rank, dim) if rank else nn.Linear(patch_values, dim)
+
+
 FREQUENCIES = 128
 """Number of frequencies of the sinusoids that embed the time."""
 

@@ -7,7 +7,7 @@ Letters: B samples, C channels, H W latent height and width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,18 @@ def shift_times(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
     """Shifts times by `t' = s·t / (1 + (s - 1)·t)`, where s is `shift`: s > 1 spends more steps
     near t = 1, the noise (Esser et al. 2024, eq. 23)."""
     return shift * t / (1.0 + (shift - 1.0) * t)
+
+
+def find_shift(shift: float | str | None, shape: Sequence[int]) -> float:
+    """Returns the shift s for latents of this shape (C, H, W): `shift`, 1 if that is None, or for
+    "auto" max(1, √(values/4096)): the same noise hides less of neighbours that are alike.
+
+    The root is that of Esser et al. 2024, eq. 23; the count of values and 4096, that of 4×32×32
+    latents, are those of RAE, https://arxiv.org/abs/2510.11690.
+    """
+    if shift == "auto":
+        return max(1.0, math.sqrt(math.prod(shape) / 4096))
+    return float(shift or 1.0)
 
 
 def make_guided_velocity(
@@ -144,7 +156,8 @@ def draw_normalised(
         return counter_normal(seed, Purpose.SAMPLE_STEP, place, noise.shape[1:])
 
     velocity = make_guided_velocity(model, condition, null_label, settings)
-    return sample(velocity, noise, settings["steps"], settings["solver"], settings["shift"], fresh)
+    shift = find_shift(settings["shift"], noise.shape[1:])
+    return sample(velocity, noise, settings["steps"], settings["solver"], shift, fresh)
 
 
 def check_internal_guidance(model: object, guidance: float, prefix: str = "") -> None:

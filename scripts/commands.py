@@ -84,5 +84,6 @@ def find_encoder_node(group: str, name: str) -> dict[str, Any]:
     """Returns the configuration of an encoder: a file of conf/<group>, or a folder or hub id."""
     file = CONF_FOLDER / group / f"{name}.yaml"
     if file.is_file() and name not in ("local", "transformers"):
-        return parse_yaml(file.read_text())
+        node = parse_yaml(file.read_text())
+        return node.get(group, node)  # the file of pixels also sets the dtype
     return {"_target_": ENCODER_CLASSES[group], "path": name}

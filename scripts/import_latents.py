@@ -6,6 +6,8 @@
         encoder=models/vavae scale=1
     python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1 \\
         moments=mean_std
+    python -m scripts.import_latents source=pictures.npz out=latents/mine encoder=pixels \\
+        dtype=uint8 scale=1
 
 docs/exchange.md lists the formats of `source`, which may also be a folder of .npy files alone if
 labels are not imported (classes=none). The latents do not show which encoder made them, nor
@@ -89,7 +91,7 @@ class ImportConfig:
     """The number of classes, a text file with one class name per line, "none" for latents without
     labels, or null: one more than the highest label, which is below the number of samples."""
     dtype: LatentDtype = LatentDtype.float16
-    """Type of the stored latents."""
+    """Type of the stored latents; uint8 takes 8-bit pixels (N, C, H, W), for encoder=pixels."""
     held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
     """Share of the samples that are kept out of training, to measure eval_loss."""
     seed: int = 0
@@ -189,7 +191,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     node = find_encoder_node("encoder", str(cfg.encoder))
     device = pick_device(cfg.device)
     autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
-    check_encoder(cfg, next(read_raw(cfg, foreign))["latents"], autoencoder)
+    check_encoder(cfg, next(read_raw(cfg, foreign))["latents"].to(device), autoencoder)
     print(f"{foreign.format}: {foreign.total} latents", flush=True)
 
     # Delete the temporary folder that an import leaves behind if it is killed.
@@ -228,7 +230,7 @@ def read_raw(cfg: ImportConfig, foreign: ForeignLatents) -> Iterator[dict[str, A
     assert cfg.scale is not None
     names = cfg.class_names
     classes = min(foreign.total, MAX_CLASSES) if names is None else len(names)
-    for chunk in read_chunks(foreign, classes):
+    for chunk in read_chunks(foreign, classes, cfg.dtype == LatentDtype.uint8):
         for name in chunk.keys() & {"latents", "mirrored"}:
             values = chunk[name]
             if cfg.moments != Moments.none:
@@ -262,7 +264,7 @@ def check_encoder(cfg: ImportConfig, latents: Tensor, autoencoder: Autoencoder) 
             f"whether it was subtracted: shift={autoencoder.shift_factor}, or shift=0."
         )
     try:
-        autoencoder.decode(latents[:4].to(next(autoencoder.parameters()).device))
+        autoencoder.decode(latents[:4])
     except RuntimeError as error:
         raise UserError(
             f"encoder={cfg.encoder} cannot decode latents of shape {tuple(latents.shape[1:])} "

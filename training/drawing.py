@@ -19,12 +19,12 @@ from torch import Tensor
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from accel.stack import AccelerationStack
 from common.condition import Condition, EncodedText
-from common.config.schema import SamplingConfig, to_plain
+from common.config.schema import SamplingConfig, TrainConfig, to_plain
 from common.errors import UserError
 from common.text import split_lines
 from data.loader import LatentLoader
 from data.spec import LatentSpec
-from models.sampler import draw_normalised
+from models.sampler import draw_normalised, find_shift
 from training.inputs import build_loader
 
 
@@ -199,6 +199,7 @@ class SampleStream:
         """
         sampling = to_plain(vars(self.sampling))
         del sampling["per_class"]
+        sampling["shift"] = find_shift(self.sampling.shift, self.spec.shape)
         return {
             "count": count,
             "labels": self.conditions.source,
@@ -208,6 +209,19 @@ class SampleStream:
             "data": self.spec.fingerprint,
             "autoencoder": self.spec.encoder_sha256 or self.spec.encoder.get("_target_"),
         }
+
+
+def describe_shifts(cfg: TrainConfig, spec: LatentSpec) -> str:
+    """Returns a line that says how the times of training and of samples are shifted; "" if neither
+    is."""
+    objective = cfg.objective or {}
+    shifts = [
+        find_shift(shift, spec.shape)
+        for shift in (objective.get("timestep_shift"), cfg.sampling.shift)
+    ]
+    if shifts == [1.0, 1.0]:
+        return ""
+    return "\ntimes are shifted by {:.3g} in training, by {:.3g} in sampling".format(*shifts)
 
 
 def draw_streams(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accel.kernels.counter_noise.draws import MASK, Purpose, counter_normal, counter_uniform
 from common.errors import UserError
 from models.layers import Layer
-from models.sampler import shift_times
+from models.sampler import find_shift, shift_times
 
 if TYPE_CHECKING:
     from data.loader import Batch
@@ -29,6 +29,8 @@ BETA = 0.05
 """Difference between two normalised values below which the smooth L1 distance is quadratic."""
 Network = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 """Type of the forward pass of `ModelWithHeads`, with the techniques of the run."""
+TIME_FLOOR = 0.05
+"""Time below which the loss of a model that predicts clean latents has the weight of this time."""
 GOLDEN = 0x9E3779B9
 """2³² divided by the golden ratio, rounded to an odd number."""
 
@@ -121,11 +123,14 @@ class Objective(ABC):
 @dataclass
 class FlowMatching(Objective):
     """Flow-matching loss: mean squared error of the model's velocity on straight paths from data to
-    noise.
+    noise. For a model with `prediction="clean"`, whose estimate of the latents is ẑ, it is
+    |ẑ - z|²/max(t, 0.05)², which is the same for t ≥ 0.05: near t = 0 the velocity's error has no
+    bound (JiT, https://arxiv.org/abs/2511.13720).
 
     The path from latents z to noise ε is x = (1-t)·z + t·ε, and the target velocity is v = ε - z
     (Lipman et al. 2023; Liu et al. 2023). t is logit-normal (`logit_mean`, `logit_std`; Esser et
-    al. 2024), then shifted by `timestep_shift`; on held-out data `compute_held_out_times` gives t.
+    al. 2024), then shifted by `timestep_shift`, a number or "auto" (`find_shift` in
+    models/sampler.py); on held-out data `compute_held_out_times` gives t.
     A share `label_dropout` of the samples has its condition dropped: classifier-free guidance needs
     a model that is also trained without one.
 
@@ -138,14 +143,16 @@ class FlowMatching(Objective):
 
     logit_mean: float = 0.0
     logit_std: float = 1.0
-    timestep_shift: float = 1.0
+    timestep_shift: float | Literal["auto"] = 1.0
     label_dropout: float = 0.1
     align_weight: float = 0.0
     align_block: int | None = None
     align_until_samples: int | None = None
+    time_floor: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        if self.logit_std <= 0.0 or self.timestep_shift <= 0.0:
+        shift = self.timestep_shift
+        if self.logit_std <= 0.0 or (shift != "auto" and shift <= 0.0):
             raise UserError(
                 f"objective.logit_std={self.logit_std} and "
                 f"objective.timestep_shift={self.timestep_shift} must be above 0."
@@ -159,10 +166,18 @@ class FlowMatching(Objective):
 
     def attach_heads(self, network: ModelWithHeads) -> None:
         """Attaches the auxiliary head that the loss needs, if any. UserError if there is no block
-        of the number `align_block`."""
+        of the number `align_block`, or if the model predicts clean latents itself."""
+        model = network.model
+        clean = getattr(model, "prediction", "") == "clean"
+        self.time_floor = TIME_FLOOR if clean else 0.0
         if not self.align_weight:
             return
-        model = network.model
+
+        if clean:
+            raise UserError(
+                f"objective.align_weight={self.align_weight}: the model estimates the clean "
+                "latents itself, by model.prediction=clean; leave align_weight out."
+            )
         block = self.align_block
         if block is None:
             block = max(1, round(model.depth / 3))
@@ -205,8 +220,9 @@ class FlowMatching(Objective):
         else:
             normal = counter_normal(seed, Purpose.TIME, position, (1,)).squeeze(1)
             t = torch.sigmoid(self.logit_mean + self.logit_std * normal)
-            if self.timestep_shift != 1.0:
-                t = shift_times(t, self.timestep_shift)
+            shift = find_shift(self.timestep_shift, latents.shape[1:])
+            if shift != 1.0:
+                t = shift_times(t, shift)
             drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)
             condition = condition.drop(drop < self.label_dropout, null_label)
             if drop_path_depth:
@@ -218,9 +234,15 @@ class FlowMatching(Objective):
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
         velocity, outputs = network(x, t, condition.y, **extra)
         target = noise - latents
+
+        def measure(estimate: Tensor) -> Tensor:
+            error = measure_square(estimate, target)
+            # The velocity's error is that of the clean latents, divided by t.
+            return error * (t / t.clamp(min=self.time_floor)) ** 2 if self.time_floor else error
+
         terms = {}
         if "internal" in outputs:
-            terms["internal"] = measure_square(outputs["internal"], target)
+            terms["internal"] = measure(outputs["internal"])
         if "latent" in outputs:
             guess = outputs["latent"].float()
             distance = F.smooth_l1_loss(guess, latents, reduction="none", beta=BETA)
@@ -228,4 +250,4 @@ class FlowMatching(Objective):
             until = math.inf if self.align_until_samples is None else self.align_until_samples
             weight = self.align_weight * (position < until)
             terms["latent"] = weight * distance.mean(dim=(1, 2, 3))
-        return Losses(measure_square(velocity, target), t, terms)
+        return Losses(measure(velocity), t, terms)

@@ -198,6 +198,10 @@ def resolve_config(
         for key in keys[1:]:
             if given and key not in given[0]:
                 source[key] = None
+        # Record the shift of the times of samples, as later commands know no objective.
+        sampling = source["sampling"]
+        if sampling["shift"] is None:
+            sampling["shift"] = (source["objective"] or {}).get("timestep_shift", 1.0)
     cfg = apply_schema(kind, source, overrides)
     cfg.check()
     files = {str(group): str(file) for group, file in choices.items() if "hydra/" not in str(group)}

@@ -38,7 +38,7 @@ ParallelMode = StrEnum("ParallelMode", "auto none ddp fsdp hsdp")
 LatentKind = StrEnum("LatentKind", "mean_std sample")
 CaptionLines = StrEnum("CaptionLines", "each whole")
 CaptionsMissing = StrEnum("CaptionsMissing", "empty drop refuse")
-LatentDtype = StrEnum("LatentDtype", "float16 bfloat16 float32")
+LatentDtype = StrEnum("LatentDtype", "float16 bfloat16 float32 uint8")
 LedgerLength = StrEnum("LedgerLength", "short full")
 TextDtype = StrEnum("TextDtype", "float16 int8")
 Positive = Annotated[int, Ge(1)]
@@ -261,9 +261,10 @@ class SamplingConfig:
     with model.internal_block; 1: none; try 1.2."""
     internal_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Smallest and largest time t at which internal guidance is on."""
-    shift: Above0 = 1.0
+    shift: Any = None
     """Shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t =
-    1, the noise; 1: equally long steps."""
+    1, the noise; 1: equally long steps; auto: the larger one of 1 and √(values of a latent / 4096);
+    null: that of the objective, timestep_shift."""
     per_class: Positive = 10
     """Samples to draw per class; also the number of columns of a sample grid in training."""
 
@@ -271,6 +272,9 @@ class SamplingConfig:
         """Raises UserError for a value with which sampling is impossible; `prefix` stands before
         the key in the error's message."""
         refuse_values(self, prefix)
+        shift = self.shift
+        if shift not in (None, "auto") and (type(shift) not in (int, float) or shift <= 0):
+            raise UserError(f"{prefix}shift={shift} must be above 0, auto or null.")
         for key in ("guidance_interval", "internal_interval"):
             interval = vars(self)[key]
             if len(interval) != 2 or interval[0] > interval[1]:
@@ -485,7 +489,7 @@ class PrecomputeConfig:
     """What is stored of the encoder's posterior; mean_std: mean and std, from which training draws
     a sample in each step; sample: one sample."""
     dtype: LatentDtype = LatentDtype.float16
-    """Dtype of the stored latents."""
+    """Dtype of the stored latents; uint8 holds whole numbers alone, as encoder=pixels gives."""
     flips: bool = False
     """Encode each image's mirror image too; mirroring a latent does not give the latent of the
     mirrored image."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderTiny, ConfigMixin, DiffusionPipeline, ModelMixin
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.condition import Condition, EncodedText
 from common.errors import UserError
-from models.autoencoders import add_global_branch, decode_raw
+from models.autoencoders import ByteAutoencoder, PixelAutoencoder, add_global_branch, decode_raw
 from models.block import Norm
 from models.denoiser import Denoiser
-from models.images import select_rgb, to_uint8
+from models.images import to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import check_internal_guidance, draw_normalised
 from models.text import Conditioning
@@ -64,6 +64,8 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         conditioning: Conditioning = "class",
         text_tokens: bool = False,
         text: dict[str, Any] | None = None,
+        prediction: Literal["velocity", "clean"] = "velocity",
+        patch_rank: int = 0,
         latents: dict[str, Any] | None = None,
         auto_map: dict[str, str] | None = None,
     ) -> None:
@@ -124,7 +126,7 @@ class FastlatentPipeline(DiffusionPipeline):
     """Draws images of classes or prompts. Equal seeds, labels, prompts and settings give equal
     images.
 
-    Without `vae`, latents that are pixels become images as they are; other latents need
+    Without `vae`, latents that are pixels become images; other latents need
     output_type="latent". `text_encoder_path` is the place of the text encoder, if it is another
     than in training. Only AutoModel of diffusers uses `auto_map`, which names the class of the
     transformer.
@@ -208,7 +210,8 @@ class FastlatentPipeline(DiffusionPipeline):
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
         if self.vae is None:
-            decoded = select_rgb(drawn)
+            pixels = ByteAutoencoder() if facts["is_bytes"] else PixelAutoencoder()
+            decoded = pixels.decode(drawn)
         else:
             decoded = decode_raw(self.vae, drawn.to(self.vae.dtype))
 

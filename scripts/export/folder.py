@@ -15,6 +15,7 @@ from torch import nn
 from common.config.build import resolve_target
 from common.errors import UserError
 from common.files import write_atomically, write_json
+from models.autoencoders import ByteAutoencoder
 from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
 from scripts.export.source import join_sources
@@ -126,6 +127,7 @@ def write_transformer(part: Path, trained: TrainedModel) -> None:
         "sampling": {key: vars(trained.sampling)[key] for key in SAMPLER_KEYS},
         "autoencoder": name_autoencoder(spec.encoder),
         "global_branches": bool(find_branches(trained)),
+        "is_bytes": isinstance(trained.autoencoder, ByteAutoencoder),
     }
     config = {"_class_name": TRANSFORMER, **VERSION, **list_sizes(spec), **arguments, **AUTO_MAP}
     part.mkdir()

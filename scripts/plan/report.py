@@ -178,6 +178,7 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "kept_mib_a_block_and_sample": plan.kept / (plan.network.model.depth * samples * 2**20),
         "on_host_gib": plan.lasting["on_host"] / GIB,
         "micro_batch": samples,
+        "tokens": plan.network.tokens,
         "largest_micro_batch": find_largest_micro_batch(plan, card.memory),
         "samples": train.total_samples,
         "samples_per_s": per_second,

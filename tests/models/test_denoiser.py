@@ -11,14 +11,12 @@ from accel.kernels.ssd import definition
 from common.config.build import build
 from common.config.compose import compose, parse_yaml
 from common.files import ROOT
-from models.denoiser import Denoiser
 from models.layers import Layer
 from models.mixers.attention import Attention
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.denoisers import (
     FAMILIES,
     LATENTS,
-    SIZES,
     assert_every_parameter_matters,
     fill_zero_layers,
     make_denoiser,
@@ -138,19 +136,27 @@ def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
     assert all(head.stream.dtype == torch.float32 for head in heads.values())
 
 
-class CleanLatents(Denoiser):
-    def read_velocity(self, patches, x, t):
-        return (x - super().read_velocity(patches, x, t)) / t.view(-1, 1, 1, 1)
-
-
 def test_heads_may_predict_the_clean_latent():
     """The flow is x = z + t·v, and internal guidance is linear."""
-    plain = fill_zero_layers(make_denoiser("conv", internal_block=1))
-    clean = CleanLatents(**SIZES | FAMILIES["conv"], internal_block=1)
-    clean.load_state_dict(plain.state_dict())
+    plain, clean = (
+        fill_zero_layers(make_denoiser("conv", internal_block=1, patch_rank=5, prediction=kind))
+        for kind in ("velocity", "clean")
+    )
     x, t, y = make_inputs(plain)
     z, v = (model(x, t, y, internal_guidance=2.0) for model in (plain, clean))
     torch.testing.assert_close(z + t.view(-1, 1, 1, 1) * v, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert clean(x, t, y).dtype == torch.float32
+    assert clean(x, 0 * t, y).isfinite().all()
+
+
+def test_patches_are_embedded_through_few_channels():
+    full, low = (make_denoiser("dit", patch_size=4, patch_rank=rank) for rank in (0, 6))
+    patches = torch.randn(2, 4, 64)
+    assert torch.linalg.matrix_rank(low.patch_embed(patches)[0] - low.patch_embed.up.bias) <= 6
+    saved = full.patch_embed.weight.numel() - 6 * (64 + 64)
+    assert full.flops_per_sample() - low.flops_per_sample() == 2 * low.tokens * saved
+    assert low.patch_embed.list_matrices() == {}
 
 
 @pytest.mark.parametrize("family", PARAMETERS)
@@ -233,6 +239,8 @@ def test_positions_are_all_different_and_half_of_the_channels_tell_the_row():
         ("attention_every", -1),
         ("attention_every", 3),  # of two blocks
         ("internal_block", 3),
+        ("patch_rank", 16),  # of 16 values
+        ("patch_rank", -1),
     ],
 )
 def test_impossible_sizes_are_refused(key, value):

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from common.condition import Condition
+from common.config.compose import compose
 from common.config.schema import SamplingConfig
-from models.sampler import make_guided_velocity, sample
+from data.spec import LatentSpec
+from models.sampler import find_shift, make_guided_velocity, sample
 from tests.harness.steps import tiny_training
 from tests.harness.words import CPU
-from training.drawing import Conditions, SampleStream
+from training.drawing import Conditions, SampleStream, describe_shifts
 
 
 def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
@@ -16,6 +18,21 @@ def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
     sample(lambda x, t: times.append(t) or x, torch.ones(1, 1, 1, 1), 4, "euler", shift=3.0)
     # 3t / (1 + 2t) at 1, 3/4, 1/2 and 1/4
     assert times == pytest.approx([1.0, 0.9, 0.75, 0.5])
+
+
+def test_the_shift_of_samples_is_that_of_training_unless_it_is_given():
+    auto = "objective.timestep_shift=auto"
+    words = {(): 1.0, (auto,): "auto", (auto, "sampling.shift=2"): 2}
+    for given, shift in words.items():
+        composed = compose(given)
+        assert composed.cfg.sampling.shift == composed.source["sampling"]["shift"] == shift
+    shifts = [find_shift(shift, (3, 256, 256)) for shift in ("auto", 2, None)]
+    assert shifts == [pytest.approx(48**0.5), 2.0, 1.0]
+    assert find_shift("auto", (1, 8, 8)) == 1.0
+    spec = LatentSpec(3, 64, 64, 0, 1, [], [], [])
+    said = describe_shifts(compose([auto, "sampling.shift=2"]).cfg, spec)
+    assert said == "\ntimes are shifted by 1.73 in training, by 2 in sampling"
+    assert describe_shifts(compose([]).cfg, spec) == ""
 
 
 def test_every_setting_of_the_sampler_reaches_the_samples():

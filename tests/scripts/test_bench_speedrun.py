@@ -88,6 +88,21 @@ def test_both_spaces_must_be_no_worse(monkeypatch):
     figures = speedrun.measure_speedup(case, plan_job("speedrun", []).cfg)
     found = [figures[name] for name in ("k", "k_fd_encoder", "k_fd_random", "k_flops")]
     assert found == [2.0, 3.0, 2.0, 2.5]
+    assert figures["k_eval_loss"] == 0.0
+
+    # Losses of other latents are not compared, and a board of such rows shows distances.
+    case.overrides.append("data.path=other")
+    figures = speedrun.measure_speedup(case, plan_job("speedrun", []).cfg)
+    assert figures["k"] == 2.0
+    assert "k_eval_loss" not in figures
+    figures |= {"name": "x", "cost": 0.5, "board": "pixels, 3 seeds, against plain"}
+    for row in ("baseline", "first"):
+        figures[row] |= {"runs": [{}] * 3} | summarise("fd_picture", [4.0, 5.0, 7.0])
+    run = {"command": "python -m scripts.bench speedrun", "date": "", "device": "cpu"}
+    page = Page("speedrun_pixels", [Result(figures, run | {"hardware": "a CPU"})])
+    lines = make_tables([page])["speedrun"].splitlines()
+    assert "| `plain` | 5 (4–7) | 1 (1–1) | 25,600 | ×1.00 |" in lines
+    assert "| `x` | 5 (4–7) | 0.8 (0.8–0.8) | 25,600 | ×0.50 |" in lines
 
 
 # Measuring.

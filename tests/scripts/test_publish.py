@@ -93,7 +93,7 @@ def test_the_tables_are_those_of_the_pages(tmp_path):
     assert read_all(tmp_path) == before, "run python -m scripts.bench publish"
     assert b"docs/benchmarks/cpu.md#ladder-33m" in before[tmp_path / "README.md"]
     files = (ROOT / "conf/encoder").iterdir()
-    assert {file.stem for file in files} == {"local", *TABLES["encoders"]}
+    assert {file.stem for file in files} == {"local", "pixels", *TABLES["encoders"]}
 
 
 def test_a_result_replaces_not_measured_where_it_exists_and_twice_is_as_once(

@@ -2,6 +2,7 @@
 objective, and the times of held-out samples."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,36 @@ def test_time_is_logit_normal_and_shifted():
     shifted = compute_times(timestep_shift=3.0)
     torch.testing.assert_close(shifted, shift_times(t, 3.0))
     assert (shifted > t).all()
+    assert torch.equal(compute_times(timestep_shift="auto"), t)  # of 16 values
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_the_loss_of_clean_latents_is_that_of_velocities_above_the_floor(held_out):
+    """An estimate ẑ is the velocity (x - ẑ)/t, and its loss |ẑ - z|²/max(t, 0.05)²."""
+    batch = make_batch(400)
+    z = batch.latents
+
+    def measure(model, error):
+        def answer(x, t, _):
+            velocity = (x - (z + error)) / t.view(-1, 1, 1, 1)
+            return velocity, {"internal": velocity}
+
+        objective = FlowMatching(logit_mean=-2.0)
+        objective.attach_heads(SimpleNamespace(model=model))
+        options = {"seed": 0, "null_label": 3, "held_out": held_out}
+        return objective.compute_losses(answer, batch, **options)
+
+    error = counter_normal(5, Purpose.SYNTHETIC, batch.position, z.shape[1:])
+    plain = measure(SimpleNamespace(), error)
+    clean = measure(SimpleNamespace(prediction="clean"), error)
+    expected = error.square().mean((1, 2, 3)) / clean.t.clamp(min=0.05) ** 2
+    torch.testing.assert_close(clean.flow, expected, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(clean.extra["internal"], clean.flow, rtol=0.0, atol=0.0)
+    above = clean.t >= 0.05
+    assert 0 < above.sum() < len(above)
+    assert torch.equal(clean.flow[above], plain.flow[above])
+    assert (clean.flow[~above] < plain.flow[~above]).all()
+    assert measure(SimpleNamespace(prediction="clean"), 0.0).flow.max() < 1e-9
 
 
 def test_held_out_noise_is_not_that_of_training():
@@ -153,6 +184,10 @@ def test_the_latent_is_estimated_from_an_early_block_and_the_velocity_by_an_inte
     [
         ([LOOKING, *ALIGN], "align_weight=0.5 needs the forward pass .*Looking has its own; set"),
         ([LOOKING, "model.internal_block=1"], "internal_block needs the forward pass"),
+        (
+            [*ALIGN, "model.prediction=clean"],
+            "align_weight=0.5: the model estimates the clean latents itself, by model.prediction=c",
+        ),
         (["objective._target_=training.objective.LatentHead"], "is no Objective, which objective"),
     ],
 )
