@@ -6,7 +6,6 @@ Letters: B samples, C channels, H W latent height and width, L tokens, D width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, cast
 
@@ -28,6 +27,7 @@ from models.layers import (
 from models.shape import Shape
 from models.text import Conditioning, build_text_embedding
 
+Prediction = Literal["velocity", "clean"]
 SMALLEST_TIME = 1e-6
 """Time below which a velocity is computed from a clean latent as at this time."""
 
@@ -94,7 +94,7 @@ class Denoiser(nn.Module):
         conditioning: Conditioning = "class",
         text_tokens: bool = False,
         text: Mapping[str, Any] | None = None,
-        prediction: Literal["velocity", "clean"] = "velocity",
+        prediction: Prediction = "velocity",
         patch_rank: int = 0,
     ) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Denoiser(nn.Module):
         self.num_classes = num_classes
         self.patch_size = patch_size
         self.grid = shape.grid
-        self.tokens = math.prod(self.grid)
+        self.tokens = shape.tokens
         self.depth = depth
         self.dim = dim
         self.drop_path = drop_path
@@ -123,17 +123,15 @@ class Denoiser(nn.Module):
         self.patch_embed = build_patch_embedding(patch_values, patch_rank, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, time_scale)
-        by_text = conditioning == "text"
-        self.label_embed = None if by_text else LabelEmbedding(dim, num_classes)
+        self.label_embed = None if conditioning == "text" else LabelEmbedding(dim, num_classes)
         self.text_embed = build_text_embedding(conditioning, text_tokens, text, dim)
 
-        read_tokens = self.text_embed.count if self.text_embed else 0
+        read_tokens = getattr(self.text_embed, "count", 0)
         self.blocks = build_blocks(shape, mixer, attention, read_tokens, mlp, eps, norm)
 
-        # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,
-        # shift and gate of mixer and MLP), one without an MLP 3, and the final norm a scale and a
-        # shift.
-        self.modulations = 6 if shape.hidden else 3
+        # One linear layer computes all modulations: those of the blocks, and a scale and a shift of
+        # the final norm.
+        self.modulations = shape.modulations
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
         self.internal_block = internal_block

@@ -51,6 +51,16 @@ class Shape:
         return self.height // self.patch_size, self.width // self.patch_size
 
     @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def modulations(self) -> int:
+        """Number of vectors that modulate a block: scale, shift and gate of the mixer, and of the
+        MLP if there is one."""
+        return 6 if self.hidden else 3
+
+    @property
     def hidden(self) -> int:
         """Hidden width of the MLPs, a multiple of 32; 0 for none."""
         return 32 * round(self.mlp_ratio * self.dim / 32)

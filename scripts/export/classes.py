@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from diffusers import AutoencoderTiny, ConfigMixin, DiffusionPipeline, ModelMixin
@@ -21,7 +21,7 @@ from common.condition import Condition, EncodedText
 from common.errors import UserError
 from models.autoencoders import ByteAutoencoder, PixelAutoencoder, add_global_branch, decode_raw
 from models.block import Norm
-from models.denoiser import Denoiser
+from models.denoiser import Denoiser, Prediction
 from models.images import to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import check_internal_guidance, draw_normalised
@@ -64,7 +64,7 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         conditioning: Conditioning = "class",
         text_tokens: bool = False,
         text: dict[str, Any] | None = None,
-        prediction: Literal["velocity", "clean"] = "velocity",
+        prediction: Prediction = "velocity",
         patch_rank: int = 0,
         latents: dict[str, Any] | None = None,
         auto_map: dict[str, str] | None = None,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from common.config.build import build
 from common.config.compose import CONF_FOLDER, compose, parse_words, report_user_errors
 from common.config.paths import refuse_paths
-from common.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
+from common.config.schema import PrecomputeConfig, RuntimeConfig, SamplingConfig, TrainConfig
 from common.config.words import list_foreign
 from common.errors import UserError
 from common.files import ROOT
@@ -63,7 +63,8 @@ def test_a_default_stands_once():
     run = compose(["recipe=none"]).cfg
     for cfg, defaults in ((run, TrainConfig()), (job, job_defaults)):
         differing = {key for key, value in vars(cfg).items() if value != getattr(defaults, key)}
-        assert differing <= {"model", *chain(*TOGETHER)}
+        assert differing <= {"model", "sampling", *chain(*TOGETHER)}
+    assert run.sampling == SamplingConfig(shift=1.0)  # that of the objective
     assert compose(["runtime=eager"]).cfg.runtime == RuntimeConfig()
 
 
