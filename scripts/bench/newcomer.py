@@ -33,6 +33,7 @@ from scripts.bench import Words
 from scripts.bench.step import Loop
 from scripts.timing import MemoryPeak
 from training.assemble import build_stack
+from training.heads import ModelWithHeads
 from training.inputs import build_loader
 from training.weights.pretrained import build_model
 
@@ -108,6 +109,7 @@ class NewcomersLoop(Loop):
         """Starts from the first sample, with initial weights."""
         torch.manual_seed(self.cfg.seed)
         self.model = build_model(self.cfg.model, self.spec, self.device)
+        self.objective.attach_heads(ModelWithHeads(self.model))
         self.averages = [p.detach().clone() for p in self.model.parameters()]
         rates = {name: value for name, value in self.cfg.optim.items() if name != "_target_"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)

@@ -12,7 +12,8 @@ from scripts.timing import compute_ratios, judge_ratio, measure_seconds, summari
 from tests.harness.words import CPU
 
 TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
-DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"]
+DIGITS = [word for word in TINY if not word.startswith("data")]
+DIGITS += ["data=digits", "model.prediction=clean", "objective.logit_mean=-2"]
 
 
 def test_repeats_are_interleaved_and_turned_round():
