@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from common.config.compose import compose
 from data.manifest import read_manifest
+from data.spec import LatentSpec
 from encoding.job import describe_result
 from models.images import to_uint8
 from precompute_latents import precompute
@@ -28,7 +29,7 @@ from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_JOB
 from train import train
-from training.weights.pretrained import build_autoencoder
+from training.weights.pretrained import build_autoencoder, build_on_meta
 
 SIZE = (16, 8)
 
@@ -123,6 +124,14 @@ def test_pictures_of_another_tool_are_imported(kind, pictures, tmp_path):
     folder = import_latents(ImportConfig(out=str(tmp_path / "b"), dtype="uint8", **words)).parent
     stored = read_set(folder)["latents"]
     assert sort_pictures(stored.permute(0, 2, 3, 1)) == sort_pictures(expected)
+
+
+@pytest.mark.parametrize(("side", "tokens"), [(64, 64), (128, 256), (256, 256)])
+def test_presets_have_few_tokens_and_predict_clean_pictures(side, tokens, latents):
+    cfg = compose([f"experiment=pixels_{side}", f"data.path={latents}"]).cfg
+    model = build_on_meta(cfg.model, LatentSpec(3, side, side, 2, 1, [], [], []))
+    assert (model.tokens, model.prediction) == (tokens, "clean")
+    assert cfg.sampling.shift == cfg.objective["timestep_shift"] == "auto"
 
 
 CLEAN = [
