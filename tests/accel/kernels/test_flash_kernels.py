@@ -83,7 +83,7 @@ def test_the_ledger_believes_pytorch_and_not_the_request(monkeypatch):
     assert observe("flash").active == "flash4"
 
 
-def test_layers_ask_for_flash_and_a_refusal_brings_back_pytorchs_own(monkeypatch):
+def test_layers_ask_for_flash_and_a_refusal_brings_back_pytorchs_own():
     model, step, stack, loader = assemble("dit", attention="flash3")
     assert model.blocks[0].layers[0].attention_backend == "flash"
     forward = step.forward

@@ -31,17 +31,20 @@ from tests.harness.operators import (
 
 DTYPES = [torch.bfloat16, torch.float32]
 LARGE = [
-    Row("add_norm", Sizes((1, 300), 32, 6, 192)),
-    Row("add_norm, rows", Sizes((16, 16), 3, 6, 128)),
-    Row("gated_norm", Sizes((16, 16), 3, 24, 128)),
-    Row("local_mix", Sizes((16, 16), 3, 1, 1792)),
-    Row("qk_rope", Sizes((16, 16), 3, 12, 128)),
-    Row("ssd", Sizes((16, 16), 3, 24, 64, 64)),
-    Row("ssd", Sizes((32, 32), 3, 6, 128, 128)),
-    Row("ssd, gated", Sizes((1, 512), 1, 24, 32)),
-    Row("ssd_decays", Sizes((16, 16), 3, 24)),
-    Row("ssd_mixed", Sizes((16, 16), 3, 12, 64)),
-    Row("swiglu", Sizes((16, 16), 3, 1, 2736)),
+    Row(operator, Sizes(*sizes))
+    for operator, *sizes in (
+        ("add_norm", (1, 300), 32, 6, 192),
+        ("add_norm, rows", (16, 16), 3, 6, 128),
+        ("gated_norm", (16, 16), 3, 24, 128),
+        ("local_mix", (16, 16), 3, 1, 1792),
+        ("qk_rope", (16, 16), 3, 12, 128),
+        ("ssd", (16, 16), 3, 24, 64, 64),
+        ("ssd", (32, 32), 3, 6, 128, 128),
+        ("ssd, gated", (1, 512), 1, 24, 32),
+        ("ssd_decays", (16, 16), 3, 24),
+        ("ssd_mixed", (16, 16), 3, 12, 64),
+        ("swiglu", (16, 16), 3, 1, 2736),
+    )
 ]
 """Sizes of models, beside the small ones of the table."""
 ON_A_GPU = [row for row in ROWS + LARGE if row.operator in OF_TRITON]
