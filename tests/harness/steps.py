@@ -78,11 +78,6 @@ def compose_words(*words):
     return compose(list(words)).cfg
 
 
-def write_override(key, value):
-    """The override that gives a technique's key a value."""
-    return f"runtime.{'parallel.mode' if key == 'parallel' else key}={str(value).lower()}"
-
-
 def checkpoint_values(policy):
     """Values that checkpoint blocks by a policy; None switches checkpointing off."""
     return {"gradient_checkpointing": policy is not None, "checkpoint_policy": policy or "blocks"}
@@ -112,9 +107,12 @@ def tiny_training(family="mamba", *words, device=CPU, depth=2, **values):
         "optim.lr=1e-3",
         "optim.weight_decay=0.01",
     ]
-    runtime = ["runtime=eager", *(write_override(key, value) for key, value in values.items())]
+    runtime = [
+        f"runtime.{'parallel.mode' if key == 'parallel' else key}={str(value).lower()}"
+        for key, value in values.items()
+    ]
     torch.manual_seed(0)
-    cfg = compose_words(f"model={family}_s", *sizes, *rates, *runtime, *words)
+    cfg = compose_words(f"model={family}_s", *sizes, *rates, "runtime=eager", *runtime, *words)
     training = assemble_run(cfg, device)
     fill_zero_layers(training.model)
     training.state.ema.restart()
