@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,23 +19,23 @@ from tests.harness.words import slow
 from training.optim.groups import make_parameter_groups
 from training.optim.muon import Muon
 
-IN_PROJ = [(0, 64), (64, 128), (128, 144), (144, 160), (160, 176), (176, 192)]
-MLP = {"1.w13": [(0, 160), (160, 320)], "1.w2": [(0, 64)]}
-QKV = {"0.qkv": [(0, 64), (64, 128), (128, 192)], "0.out_proj": [(0, 64)]}
-WIDE_IN_PROJ = [(0, 128), (128, 256), (256, 272), (272, 288), (288, 304), (304, 320)]
-SCAN = {"0.in_proj": WIDE_IN_PROJ, "0.out_proj": [(0, 64)]}
+
+def cut(*ends):
+    """Ranges of rows that lie one after the other, from row 0 on."""
+    return [*pairwise((0, *ends))]
+
+
+MLP = {"1.w13": cut(160, 320), "1.w2": cut(64)}
+QKV = {"0.qkv": cut(64, 128, 192), "0.out_proj": cut(64)}
+SCAN = {"0.in_proj": cut(128, 256, 272, 288, 304, 320), "0.out_proj": cut(64)}
 RULES = {
     "mamba": SCAN,
     "zigzag": SCAN,
-    "ssd_mlp": {"0.in_proj": IN_PROJ, "0.out_proj": [(0, 64)], **MLP},
-    "mamba1": {
-        "0.in_proj": [(0, 128), (128, 256)],
-        "0.x_proj": [(4, 12), (12, 20)],
-        "0.out_proj": [(0, 64)],
-    },
-    "conv": {"0.in_proj": [(0, 96), (96, 192)], "0.out_proj": [(0, 64)], **MLP},
+    "ssd_mlp": {"0.in_proj": cut(64, 128, 144, 160, 176, 192), "0.out_proj": cut(64), **MLP},
+    "mamba1": {"0.in_proj": cut(128, 256), "0.x_proj": [(4, 12), (12, 20)], "0.out_proj": cut(64)},
+    "conv": {"0.in_proj": cut(96, 192), "0.out_proj": cut(64), **MLP},
     "dit": {**QKV, **MLP},
-    "gelu": {**QKV, "1.fc1": [(0, 160)], "1.fc2": [(0, 64)]},
+    "gelu": {**QKV, "1.fc1": cut(160), "1.fc2": cut(64)},
 }
 RULES["hybrid"] = (RULES["ssd_mlp"], RULES["dit"])
 """Family -> linear layer of a block -> the ranges of its rows that are matrices. AdamW has all
