@@ -14,7 +14,7 @@ import pytest
 from common.files import read_object, write_json
 from tests.harness.outcomes import list_checkpoints, read_outcome
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import flip_byte
+from tests.harness.sets import edit_json, flip_byte
 from tests.harness.zygote import read_output
 from training.checkpoint.files import WEIGHTS_FILES
 from training.checkpoint.load import find_newest_verified, hash_from_disk, list_complete, verify
@@ -109,7 +109,7 @@ def test_the_newest_every_kth_and_the_best_checkpoint_stay(options, steps, run_w
     for step, loss in losses.items():
         file = tmp_path / f"step-{step}" / "state.json"
         scores = {"eval_loss": loss, "fd_random": None if loss is None else 1.0 - loss}
-        write_json(file, read_object(file) | {"scores": scores})
+        edit_json(file, {"scores": scores})
     Checkpoints(tmp_path, **options).remove_old(tmp_path / "step-14")
     assert list_names(tmp_path) == [f"step-{step}" for step in steps]
 

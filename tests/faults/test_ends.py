@@ -20,9 +20,9 @@ import torch.distributed as dist
 from common.config.compose import report_user_errors
 from common.distributed.exit import StopRequest
 from common.distributed.ranks import SINGLE, JointWork, Ranks
-from common.files import read_object, write_json
 from tests.harness.limits import start_fork
 from tests.harness.outcomes import list_checkpoints, seal_checkpoint
+from tests.harness.sets import edit_json
 from tests.harness.zygote import HANG, read_output
 from training.failures import explain_failures
 
@@ -251,7 +251,7 @@ def test_no_room_anywhere_is_one_sentence(error, sentence, capsys, monkeypatch):
 )
 def test_a_hostile_state(change, sentence, zygote, finished):
     file = finished / "checkpoints" / "step-12" / "state.json"
-    write_json(file, read_object(file) | change)
+    edit_json(file, change)
     seal_checkpoint(file.parent)
     assert zygote(finished, "total_samples=104") == [1]
     assert re.search(f"^error: .*{sentence}", read_output(finished), re.M)

@@ -239,9 +239,12 @@ def flip_byte(file, place=-1):
     file.write_bytes(content)
 
 
-def edit_manifest(folder, **changes):
-    file = folder / "manifest.json"
+def edit_json(file, changes):
     write_json(file, read_object(file) | changes)
+
+
+def edit_manifest(folder, **changes):
+    edit_json(folder / "manifest.json", changes)
 
 
 def match(samples, expected, tolerance=1e-5):

@@ -18,7 +18,7 @@ from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
 from scripts.report.pages import TRAINING_PLOTS, draw_plots, list_distance_plots, render_card
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import save_files
+from tests.harness.sets import edit_json, save_files
 from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"
@@ -56,10 +56,6 @@ FILES = {
 }
 """Files of a run, except its configuration, weights, metrics and grids."""
 DEFAULTS = compose([]).source
-
-
-def edit_json(file, changes):
-    write_json(file, read_object(file) | changes)
 
 
 def plant_metrics(folder):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.files import read_object, write_json
 from scripts.export.__main__ import ExportConfig, Format, export
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.adapters import BASE_CLASSES, save_base, train_on
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
+from tests.harness.sets import edit_json
 from tests.harness.words import CPU
 from training.checkpoint.load import find_weights_file
 from training.weights.adapter_file import (
@@ -94,8 +94,7 @@ def test_a_configuration_that_would_give_other_weights_is_refused(
     changes, sentence, base, tmp_path
 ):
     make_lora(base).save_pretrained(tmp_path)
-    file = tmp_path / CONFIG_FILE
-    write_json(file, read_object(file) | changes)
+    edit_json(tmp_path / CONFIG_FILE, changes)
     with expect_refusal(sentence):
         load_model(base, CPU, str(tmp_path))
 

@@ -5,10 +5,10 @@ import shutil
 import pytest
 
 from common.config.compose import compose
-from common.files import read_object, write_json
+from common.files import read_object
 from tests.harness.outcomes import copy_until, list_checkpoints, read_lines, read_outcome
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import save_named_set, save_random_set
+from tests.harness.sets import edit_json, save_named_set, save_random_set
 from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training.checkpoint.load import choose_checkpoint
@@ -104,9 +104,8 @@ def test_a_best_step_is_saved_named_and_found(tmp_path, run_dir):
         shutil.copytree(last, first)
     for losses, noted in (([1.3, 0.8], False), ([1.3, 1.2], True)):
         for checkpoint, score, parts in ((first, 1.0, [1.0, 1.0]), (last, 1.05, losses)):
-            state = read_object(checkpoint / "state.json")
-            state |= {"scores": {"eval_loss": score}, "parts": parts}
-            write_json(checkpoint / "state.json", state)
+            changes = {"scores": {"eval_loss": score}, "parts": parts}
+            edit_json(checkpoint / "state.json", changes)
         path, note = choose_checkpoint(str(run_dir), "last")
         assert path == str(run_dir)
         assert bool(note) == noted
