@@ -17,6 +17,7 @@ from common.environment import find_peak_flops
         # A share of the 16-bit peak would mean nothing for products partly in 8 bits.
         ("NVIDIA H100 80GB HBM3", "fp8", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
     ],
 )
 def test_utilisation_is_of_a_known_peak_or_none(name, precision, peak, monkeypatch):

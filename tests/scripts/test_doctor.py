@@ -2,7 +2,6 @@
 
 import json
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from accel.techniques.precision import Precision
 from common.config.schema import RuntimeConfig
 from scripts import doctor
 from scripts.capabilities import find_capabilities, measure_rates
+from tests.harness.pretended_gpu import Device
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU
 
@@ -49,19 +49,7 @@ def test_a_techniques_examples_are_all_the_ways_that_the_configuration_knows_to_
 
 
 GPU = torch.device("cuda", 1)
-PROPERTIES = SimpleNamespace(
-    name="NVIDIA H200",
-    major=9,
-    minor=0,
-    total_memory=141 * 2**30,
-    multi_processor_count=132,
-    L2_cache_size=50 * 2**20,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block_optin=232448,
-    clock_rate=1980000,
-    memory_clock_rate=3201000,
-    uuid="1b2c",
-)
+PROPERTIES = Device(clock_rate=1980000, memory_clock_rate=3201000, uuid="1b2c")
 EXPECTED = {
     "shared_memory_kib_a_block": 227.0,
     "l2_mib": 50.0,

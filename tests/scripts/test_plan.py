@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from common.environment import CARDS, match_card
+from common.environment import CARDS
 from common.memory import GIB
 from scripts.plan.__main__ import main
 from scripts.plan.changes import find_largest, list_savings
@@ -109,18 +109,6 @@ def test_the_card_of_this_machine_has_its_own_memory(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         called, card = choose_card("here")
         assert (called, card.flops_16bit, card.memory) == ("here", half, 2**30)
-
-
-@pytest.mark.parametrize(
-    ("name", "card"),
-    [
-        ("H100 80GB HBM3", CARDS["h100"]),
-        ("GeForce RTX 4090 Laptop GPU", None),
-        ("H100 80GB HBM3 MIG 1g.10gb", None),
-    ],
-)
-def test_a_card_is_known_by_its_whole_name(name, card):
-    assert match_card(f"NVIDIA {name}") == card
 
 
 @pytest.mark.parametrize(
