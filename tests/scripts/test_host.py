@@ -16,9 +16,12 @@ IMPORT = r"(?m)^\s*(?:from|import) (\w+)"
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
 
 
-def find_missing(carried):
-    """Finds what a host lacks that gets `carried`, of what the project's files import, tests and
-    functions too, and of what the carried packages require."""
+@pytest.mark.parametrize("left", [set(), {"pydantic"}, {"torchao"}, {"lazy-importer"}])
+def test_a_host_lacks_only_what_is_left_behind(left):
+    """A host has what the project's files import, tests and functions too, and what the carried
+    packages require. A file imports pydantic, a function torchao; a carried package requires
+    lazy-importer."""
+    carried = set(HOST["carried"]) - left
     modules = {module for file in FILES for module in re.findall(IMPORT, file.read_text())}
     owners = packages_distributions()
     needed = [owner for module in modules for owner in owners.get(module, ())]
@@ -26,13 +29,8 @@ def find_missing(carried):
         for required in map(Requirement, requires(name) or ()):
             if not required.marker or required.marker.evaluate():
                 needed.append(required.name)
-    return set(map(canonicalize_name, needed)) - {*HOST["there"], *HOST["optional"], *carried}
-
-
-@pytest.mark.parametrize("left", [set(), {"pydantic"}, {"torchao"}, {"lazy-importer"}])
-def test_a_host_lacks_only_what_is_left_behind(left):
-    """A file imports pydantic, a function torchao; a carried package requires lazy-importer."""
-    assert find_missing(set(HOST["carried"]) - left) == left
+    there = {*HOST["there"], *HOST["optional"], *carried}
+    assert set(map(canonicalize_name, needed)) - there == left
 
 
 def test_what_is_carried_has_its_tested_version(capsys):

@@ -30,11 +30,11 @@ def quick_starts(monkeypatch):
     monkeypatch.setattr(runner, "SPAWN", get_context("fork"))
 
 
-def run_all(job, folder, again=None, **more):
+def run_all(job, folder, **more):
     """Measures the cases of a job that need it; returns the figures of each, None without any."""
     folder.mkdir(exist_ok=True)
     runs = Runner(folder, **more)
-    runs.run([(job, case) for case in job.cases], again)
+    runs.run([(job, case) for case in job.cases], None)
     runs.close()
     results = [runs.find_result(job, case) for case in job.cases]
     runs.close()

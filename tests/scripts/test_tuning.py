@@ -75,7 +75,7 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch):
     assert tune.tune_config(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(choice))
 
 
-def test_the_choice_of_a_run_is_kept_where_it_fits(monkeypatch, tmp_path):
+def test_the_choice_of_a_run_is_kept_where_it_fits(tmp_path):
     cfg = compose(PLANTED).cfg
     file = save_choice(tmp_path, {"accumulation_steps": 8})
     assert tune.read_choice(tmp_path, cfg, CPU, 2) is not None
