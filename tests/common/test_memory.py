@@ -43,7 +43,6 @@ VERSION_1 = {
 CONTAINER = {f"{V1}memory.limit_in_bytes": 4, f"{V1}memory.usage_in_bytes": 2}
 GROUP = "4:memory:/slurm\n1:cpu:/slurm\n0::/\n"
 TREES = [
-    ("0::/\n", {}, "", "MemAvailable", 16),
     ("0::/pod/box\n", NESTED, "", "pod/memory.max", 3),
     ("0::/pod/box\n", NESTED | {f"{V2}pod/memory.max": 60}, "", "pod/box/memory.high", 6),
     (GROUP, VERSION_1, "", "slurm/memory.limit_in_bytes", 3),

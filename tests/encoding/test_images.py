@@ -117,11 +117,6 @@ def test_transparent_pixels_show_the_background_and_not_their_own_colour(mode, b
     assert pixels[:, 8, -2].tolist() != colour
 
 
-def test_half_transparent_pixels_are_mixed():
-    image = Image.new("RGBA", (8, 8), (255, 0, 0, 128))
-    assert decode_image(encode_image(image), 8, "blue")[:, 0, 0].tolist() == [128, 0, 127]
-
-
 def make_png(size, bits, colour, rows, key):
     """A PNG of a kind that Pillow does not write, with the transparent colour `key`."""
     head = struct.pack(">IIBBBBB", *size, bits, colour, 0, 0, 0)
