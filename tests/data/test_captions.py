@@ -145,7 +145,7 @@ def test_small_vectors_keep_their_direction_in_8_bits():
     torch.testing.assert_close(ratios, vectors.float() / 1.5e-3, atol=0.005, rtol=0.01)
 
 
-def test_a_cut_caption_is_pooled_whole(tmp_path):
+def test_a_cut_caption_is_pooled_whole():
     """Tokens after the first `text_tokens` are not stored, but the pooled vector knows them."""
     texts = [["one red apple on a table"], ["one red apple"]]
     job = plan_captions(texts, text_tokens=3)

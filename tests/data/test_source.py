@@ -17,7 +17,7 @@ from data import source
 from data.blocks import BlockReader
 from data.manifest import read_manifest
 from data.source import open_source
-from tests.harness.batches import assert_same, join, streamed, take
+from tests.harness.batches import assert_same, streamed, take
 from tests.harness.refusals import expect_refusal
 from tests.harness.server import Server, reply
 from tests.harness.sets import save_random_set
@@ -41,8 +41,8 @@ def server(folder, monkeypatch):
         running.shutdown()
 
 
-def read_part(server, offset=10, size=10, **settings):
-    return open_source(server.url, **settings).read(FIRST, offset, size)
+def read_part(server, **settings):
+    return open_source(server.url, **settings).read(FIRST, 10, 10)
 
 
 def fail_shards(verdict):
@@ -54,14 +54,6 @@ def find_copies(cache):
     return [file for file in cache.rglob("*") if file.is_file()]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_url_gives_the_stream_of_the_folder(folder, server, workers):
-    local = streamed(folder)
-    remote = streamed(server.url, num_workers=workers)
-    assert_same(take(local, 12), take(remote, 12))
-    assert_same(join(local.held_out(3)), join(remote.held_out(3)))
-
-
 @pytest.mark.parametrize("failure", [500, 503, 429, "cut"])
 def test_what_fails_for_a_moment_is_tried_again(folder, server, failure):
     attempts = Counter()
@@ -71,7 +63,7 @@ def test_what_fails_for_a_moment_is_tried_again(folder, server, failure):
         return failure if attempts[request] <= 2 else None
 
     server.script = fail_twice
-    assert_same(take(streamed(server.url), 6), take(streamed(folder), 6))
+    assert_same(take(streamed(server.url, num_workers=2), 6), take(streamed(folder), 6))
 
 
 @pytest.mark.fault("a server of latents that hangs", "given up on within its timeout")

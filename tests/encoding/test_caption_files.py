@@ -100,7 +100,7 @@ def captioned(photos, tmp_path):
     return source
 
 
-def test_a_job_with_captions(captioned, job, tmp_path, capsys):
+def test_a_job_with_captions(captioned, job, capsys):
     out = job(*WORDS, f"source={captioned}")
     said = capsys.readouterr().out
     assert (
@@ -225,17 +225,13 @@ def save_larger_model(name, folder):
     model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("T5", "T5EncoderModel"), ("CLIP", "CLIPTextModel")])
-def test_the_text_part_of_a_larger_model_is_taken(name, kind, bert, tmp_path):
+def test_the_text_part_of_a_larger_model_is_taken_and_a_model_of_images_refused(bert, tmp_path):
     folder = shutil.copytree(bert, tmp_path / "model")
-    save_larger_model(name, folder)
-    encoder = build_encoder(folder)
-    assert (encoder.kind, encoder.width) == (kind, 8)
-    assert encoder.encode(["a red apple", "a " * 9], 8).lengths.tolist()[0] == 5
-
-
-def test_a_model_of_images_is_refused(bert, tmp_path):
-    folder = shutil.copytree(bert, tmp_path / "vit")
+    for name, kind in (("T5", "T5EncoderModel"), ("CLIP", "CLIPTextModel")):
+        save_larger_model(name, folder)
+        encoder = build_encoder(folder)
+        assert (encoder.kind, encoder.width) == (kind, 8)
+        assert encoder.encode(["a red apple", "a " * 9], 8).lengths.tolist()[0] == 5
     save_larger_model("ViT", folder)
     with expect_refusal("ViTModel gives no vectors of a text alone"):
         build_encoder(folder)

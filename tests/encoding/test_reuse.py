@@ -71,7 +71,7 @@ def test_a_grown_set_has_the_bytes_of_a_fresh_one(job, more_photos, validation, 
     assert (train.count, held_out.count) == (24, 6)
 
 
-def test_classes_of_held_out_images_go_by_name(job, photos, validation, tmp_path, capsys):
+def test_classes_of_held_out_images_go_by_name(job, validation, capsys):
     with expect_refusal(r"has other classes than source=.* \(bird\)"):
         job(f"held_out={validation}")
     shutil.rmtree(validation / "bird")

@@ -132,7 +132,7 @@ def test_members_that_webdataset_writes(tmp_path, monkeypatch):
 # Texts
 
 
-def test_a_text_with_an_empty_line_between_others_is_one_caption(tmp_path, job):
+def test_a_text_with_an_empty_line_between_others_is_one_caption(tmp_path):
     paragraphs = "\ufeffA photograph shows a cat.\r\n\r\nThe mood is calm.\n"
     save_text(tmp_path / "set", a=paragraphs, b="a red apple\u2028on a\vtable\n", c="one\ntwo\n\n")
     assert read_captions(list_captioned(tmp_path / "set")) == {
