@@ -23,17 +23,16 @@ from training.drawing import list_samples, open_data
 from training.inputs import build_loader
 from training.weights.adapter_file import load_model
 
+MEAN = 0.7
+STD = 0.4
 
-def gaussian(mean, std):
-    """The exact velocity of data z ~ N(mean, std²): v = E[ε - z | x]. Its paths end at mean + std ·
+
+def follow_gaussian(x, t):
+    """The exact velocity of data z ~ N(MEAN, STD²): v = E[ε - z | x]. Its paths end at MEAN + STD ·
     x(1)."""
-
-    def velocity(x, t):
-        variance = (1 - t) ** 2 * std**2 + t**2
-        centred = (x - (1 - t) * mean) / variance
-        return t * centred - (mean + (1 - t) * std**2 * centred)
-
-    return velocity
+    variance = (1 - t) ** 2 * STD**2 + t**2
+    centred = (x - (1 - t) * MEAN) / variance
+    return t * centred - (MEAN + (1 - t) * STD**2 * centred)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -43,9 +42,9 @@ def gaussian(mean, std):
 def test_solvers_converge_with_their_order(solver, order, bound, shift):
     """Errors are distances from the known end of the path; a shift makes steps unequal."""
     noise = torch.full((1, 1, 1, 1), 1.3)
-    exact = 0.7 + 0.4 * 1.3
+    exact = MEAN + STD * 1.3
     coarse, fine = (
-        abs(sample(gaussian(0.7, 0.4), noise, steps, solver, shift).item() - exact)
+        abs(sample(follow_gaussian, noise, steps, solver, shift).item() - exact)
         for steps in (40, 80)
     )
     assert order - 0.15 < math.log2(coarse / fine) < order + 0.6
@@ -61,7 +60,6 @@ def test_ab2_weighs_steps_by_their_lengths():
 def test_the_sde_draws_the_distribution_of_the_data():
     """It does not follow the paths of the ODE: one starting point spreads."""
     draw = torch.Generator().manual_seed(0)
-    velocity = gaussian(0.7, 0.4)
     steps = []
 
     def draw_noise(*step):
@@ -69,14 +67,14 @@ def test_the_sde_draws_the_distribution_of_the_data():
         return torch.randn(40_000, 1, 1, 1, generator=draw)
 
     noise = draw_noise()
-    ends = sample(velocity, noise, 200, "sde", fresh=draw_noise)
+    ends = sample(follow_gaussian, noise, 200, "sde", fresh=draw_noise)
     assert steps == [*range(199)]  # the last step adds none
     # four standard errors, and the error of 200 steps
-    assert ends.mean().item() == pytest.approx(0.7, abs=0.013)
-    assert ends.std().item() == pytest.approx(0.4, rel=0.03)
+    assert ends.mean().item() == pytest.approx(MEAN, abs=0.013)
+    assert ends.std().item() == pytest.approx(STD, rel=0.03)
     assert abs(torch.corrcoef(torch.stack((noise.flatten(), ends.flatten())))[0, 1]) < 0.7
     with expect_refusal("solver=sde needs noise"):
-        sample(velocity, noise, 2, "sde")
+        sample(follow_gaussian, noise, 2, "sde")
 
 
 @pytest.mark.parametrize("solver", ["ab2", "sde"])
