@@ -10,6 +10,7 @@ from common.environment import find_peak_flops
     ("name", "precision", "peak"),
     [
         ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
         # Its peak is lower than its name says.
         ("NVIDIA H100 NVL", "bf16", None),

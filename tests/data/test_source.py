@@ -17,7 +17,7 @@ from data import source
 from data.blocks import BlockReader
 from data.manifest import read_manifest
 from data.source import open_source
-from tests.harness.batches import assert_same, streamed, take
+from tests.harness.batches import assert_same, join, streamed, take
 from tests.harness.refusals import expect_refusal
 from tests.harness.server import Server, reply
 from tests.harness.sets import save_random_set
@@ -63,7 +63,10 @@ def test_what_fails_for_a_moment_is_tried_again(folder, server, failure):
         return failure if attempts[request] <= 2 else None
 
     server.script = fail_twice
-    assert_same(take(streamed(server.url, num_workers=2), 6), take(streamed(folder), 6))
+    local = streamed(folder)
+    remote = streamed(server.url, num_workers=2)
+    assert_same(take(remote, 6), take(local, 6))
+    assert_same(join(remote.held_out(3)), join(local.held_out(3)))
 
 
 @pytest.mark.fault("a server of latents that hangs", "given up on within its timeout")
