@@ -24,8 +24,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_TOKENS_OF_FILE = 2400
 MAX_TOKENS_OF_FUNCTION = 450
 LONGER = {"train": 900, "precompute": 900}
-MAX_TOKENS_OF_CODE = 226_361
-MAX_TOKENS_OF_TESTS = 181_227
+MAX_TOKENS_OF_CODE = 227_436
+MAX_TOKENS_OF_TESTS = 183_161
 """A change that needs more room raises the number and says by how much. Packing saves no token."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}
