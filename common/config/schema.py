@@ -274,7 +274,10 @@ class SamplingConfig:
         refuse_values(self, prefix)
         shift = self.shift
         if shift not in (None, "auto") and (type(shift) not in (int, float) or shift <= 0):
-            raise UserError(f"{prefix}shift={shift} must be above 0, auto or null.")
+            raise UserError(
+                f"{prefix}shift={shift} must be above 0, auto, or null: objective.timestep_shift, "
+                "which then must be so."
+            )
         for key in ("guidance_interval", "internal_interval"):
             interval = vars(self)[key]
             if len(interval) != 2 or interval[0] > interval[1]:
