@@ -25,7 +25,7 @@ MAX_TOKENS_OF_FILE = 2400
 MAX_TOKENS_OF_FUNCTION = 450
 LONGER = {"train": 900, "precompute": 900}
 MAX_TOKENS_OF_CODE = 227_437
-MAX_TOKENS_OF_TESTS = 183_161
+MAX_TOKENS_OF_TESTS = 183_016
 """A change that needs more room raises the number and says by how much. Packing saves no token."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -28,7 +28,6 @@ def test_the_shift_of_samples_is_that_of_training_unless_it_is_given():
         assert composed.cfg.sampling.shift == composed.source["sampling"]["shift"] == shift
     shifts = [find_shift(shift, (3, 256, 256)) for shift in ("auto", 2, None)]
     assert shifts == [pytest.approx(48**0.5), 2.0, 1.0]
-    assert find_shift("auto", (1, 8, 8)) == 1.0
     spec = LatentSpec(3, 64, 64, 0, 1, [], [], [])
     said = describe_shifts(compose([auto, "sampling.shift=2"]).cfg, spec)
     assert said == "\ntimes are shifted by 1.73 in training, by 2 in sampling"

@@ -78,12 +78,8 @@ def test_a_set_has_the_bytes_of_its_pictures(latents, pictures, tmp_path):
     assert sort_pictures(stored.permute(0, 2, 3, 1)) == sort_pictures(expected)
     assert torch.equal(tensors["mirrored"], stored.flip(3))
     manifest = read_manifest(latents)
-    assert manifest.mean == pytest.approx(expected.mean((0, 1, 2)), rel=0.05)
-    grid = tmp_path / "grid.png"
-    assert verify(VerifyConfig(path=str(latents), count=1, out=str(grid), device="cpu")) == []
-    with Image.open(grid) as image:
-        drawn = np.asarray(image.resize((10, 18), Image.Resampling.NEAREST))[1:-1, 1:-1]
-    assert np.array_equal(drawn, stored[0].permute(1, 2, 0))
+    cfg = VerifyConfig(path=str(latents), out=str(tmp_path / "x.png"), device="cpu")
+    assert verify(cfg) == []
     assert "experiment=pixels_64 data.path=" in describe_result(manifest, latents)
 
 
@@ -134,33 +130,20 @@ def test_presets_have_few_tokens_and_predict_clean_pictures(side, tokens, latent
     assert cfg.sampling.shift == cfg.objective["timestep_shift"] == "auto"
 
 
-CLEAN = [
-    "model=hybrid_xs",
-    "runtime=eager",
-    "model.prediction=clean",
-    "model.patch_size=4",
-    "model.patch_rank=16",
-    "model.internal_block=1",
-    "objective.timestep_shift=auto",
-    "optim.lr=1e-2",
-    "schedule.warmup_samples=0",
-    "sampling.steps=4",
-    "sampling.guidance=1",
-    "ema.half_life_samples=100",
-    "deterministic=true",
-    "eval_every=20",
-    "save_every=20",
-]
+CLEAN = """model=hybrid_xs runtime=eager model.prediction=clean model.patch_size=4
+model.patch_rank=16 model.internal_block=1 objective.timestep_shift=auto optim.lr=1e-2
+schedule.warmup_samples=0 sampling.steps=4 sampling.guidance=1 ema.half_life_samples=100
+deterministic=true eval_every=20 save_every=20 total_samples=800"""
 
 
 def test_clean_pictures_go_through_every_command(latents, pictures, run, run_dir, tmp_path):
-    words = ["data=resident", f"data.path={latents}", *CLEAN]
-    run(*words, "total_samples=800", "sample_every=50")
+    words = ["data=resident", f"data.path={latents}", *CLEAN.split()]
+    run(*words, "sample_every=50")
 
     # A run that goes on from an earlier checkpoint ends with the same bits.
     whole = load_file(run_dir / "checkpoints/step-100/ema.safetensors")
     shutil.rmtree(run_dir / "checkpoints/step-100")
-    run(*words, "total_samples=800")
+    run(*words)
     assert are_equal(load_file(run_dir / "checkpoints/step-100/ema.safetensors"), whole)
 
     trained = load_run(run_dir, device="cpu")
@@ -169,7 +152,7 @@ def test_clean_pictures_go_through_every_command(latents, pictures, run, run_dir
         growth = drawn[:, -1].mean(1) - drawn[:, 0].mean(1)
         assert growth[:, :2].sum(1).min() > 100 > 10 * abs(growth[:, 2]).max()
 
-    settings = {"count": 8, "batch_size": 8, "device": "cpu", "reference": str(pictures[0])}
+    settings = {"count": 8, "device": "cpu", "reference": str(pictures[0])}
     (result,) = evaluate_run(EvaluateConfig(run_dir=str(run_dir), **settings))
     assert result["protocol"]["shift"] == 1.0
 
