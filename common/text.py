@@ -32,6 +32,11 @@ def to_json(content: Any) -> str:
     return json.dumps(replace_non_finite(content))
 
 
+def is_shift(value: Any) -> bool:
+    """Says whether `value` can shift times (models/sampler.py): a number above 0, or "auto"."""
+    return value == "auto" or (type(value) in (int, float) and value > 0)
+
+
 def is_figure(value: Any) -> TypeGuard[float]:
     """Says whether a value is a float, or an integer that a float can hold; JSON may have larger
     integers."""

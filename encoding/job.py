@@ -14,6 +14,7 @@ last found out about the encoder. So the command that writes the manifest needs 
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -365,7 +366,12 @@ def describe_result(manifest: Manifest, out: Path) -> str:
     experiment = "photos"
     if manifest.encoder_class == ByteAutoencoder.kind:
         side = max(manifest.height, manifest.width)
-        experiment = f"pixels_{min((s for s in (64, 128) if s >= side), default=256)}"
+        preset = min((s for s in (64, 128) if s >= side), default=256)
+        experiment = f"pixels_{preset}"
+        usual = 16 if preset == 256 else 8
+        patch = math.gcd(manifest.height, manifest.width, usual)
+        if patch < usual:
+            guidance += f" model.patch_size={patch} model.patch_rank=0"
     path = shlex.quote(f"data.path={out}")
     lines.append(f"next: python train.py experiment={experiment} {path}{guidance}")
     return "\n".join(lines)

@@ -30,7 +30,7 @@ from common.config.schema import FdConfig
 from common.errors import UserError
 from common.files import hash_file, read_object
 from common.libraries import disable_tf32
-from models.autoencoders import DiffusersAutoencoder, find_folder
+from models.autoencoders import DiffusersAutoencoder, PixelAutoencoder, find_folder
 from models.images import Autoencoder, to_uint8
 
 MAX_ENCODER_FEATURES = 256
@@ -289,7 +289,11 @@ def build_features(
     weights are missing or wrong.
     """
     builders: dict[str, Callable[[], Features]] = {
-        "encoder": lambda: EncoderFeatures(autoencoder, example),
+        # Pixels count from -1 to 1 in all sets.
+        "encoder": lambda: EncoderFeatures(
+            PixelAutoencoder() if isinstance(autoencoder, PixelAutoencoder) else autoencoder,
+            example,
+        ),
         "picture": lambda: EncoderFeatures(
             DiffusersAutoencoder(str(cfg.picture_encoder), key="picture_encoder").to(
                 example.device

@@ -46,6 +46,7 @@ class PixelAutoencoder(Autoencoder):
 
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList()  # `runtime.compile` finds nothing to compile
 
     def encode(self, images: Float[Tensor, "B C H W"]) -> tuple[Float[Tensor, "B C H W"], None]:
         return images, None

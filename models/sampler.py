@@ -18,6 +18,7 @@ from torch import Tensor
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.condition import Condition
 from common.errors import UserError
+from common.text import is_shift
 
 Velocity = Callable[[Tensor, float], Tensor]
 SOLVERS = ("euler", "heun", "ab2", "sde")
@@ -41,7 +42,10 @@ def find_shift(shift: float | str | None, shape: Sequence[int]) -> float:
     """
     if shift == "auto":
         return max(1.0, math.sqrt(math.prod(shape) / 4096))
-    return float(shift or 1.0)
+    shift = 1.0 if shift is None else shift
+    if not is_shift(shift):
+        raise UserError(f"shift={shift} must be above 0, or auto.")
+    return float(shift)
 
 
 def make_guided_velocity(

@@ -137,8 +137,9 @@ class DrawConfig(ModelConfig):
     """Solver of the differential equation: euler, heun, ab2 or sde; null: that of the run."""
     steps: int | None = None
     """Number of steps of the solver; null: that of the run."""
-    shift: float | None = None
-    """Shift of the solver's times: above 1, more steps near the noise; null: that of the run."""
+    shift: Any = None
+    """Shift of the solver's times: above 1, more steps near the noise; auto: by the size of a
+    latent; null: that of the run."""
     seed: int = 0
     """Seed of the noise; also of the order of the training samples for prompts=train and
     labels=data."""

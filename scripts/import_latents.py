@@ -257,6 +257,7 @@ def check_encoder(cfg: ImportConfig, latents: Tensor, autoencoder: Autoencoder) 
     """Raises a UserError unless the encoder can have made these raw latents: it says whether it has
     a shift, it can decode latents of this shape, and their std fits its scaling factor."""
     from common.text import shorten_error
+    from models.autoencoders import ByteAutoencoder
 
     if cfg.shift is None and autoencoder.shift_factor and cfg.scale != 1.0:
         raise UserError(
@@ -270,6 +271,16 @@ def check_encoder(cfg: ImportConfig, latents: Tensor, autoencoder: Autoencoder) 
             f"encoder={cfg.encoder} cannot decode latents of shape {tuple(latents.shape[1:])} "
             f"({shorten_error(error)}); name the encoder that made them, or set moments."
         ) from error
+
+    is_whole = bool((latents == latents.round()).all())
+    if isinstance(autoencoder, ByteAutoencoder) and (
+        latents.shape[1] not in (1, 3) or not is_whole or not 1 < latents.max() < 256
+    ):
+        raise UserError(
+            f"encoder={cfg.encoder} takes pictures (N, C, H, W) of 1 or 3 channels, whole numbers "
+            f"from 0 to 255, and the first samples have the shape {tuple(latents.shape[1:])} and "
+            f"values from {float(latents.min()):.3g} to {float(latents.max()):.3g}; convert them."
+        )
 
     # An encoder's scaling factor is about 1 / std of its latents. Refuse a `scale` that gives raw
     # latents with a very different std, because the user probably gave a wrong value.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from accel.kernels.counter_noise.draws import MASK, Purpose, counter_normal, counter_uniform
 from common.errors import UserError
+from common.text import is_shift
 from models.layers import Layer
 from models.sampler import find_shift, shift_times
 
@@ -82,11 +83,12 @@ def compute_held_out_times(position: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     place in the held-out split.
 
     The time depends on the position only, so every evaluation, seed and objective has the same, and
-    held-out losses of different objectives can be compared. The times are quantiles of the standard
-    logit-normal distribution: t = sigmoid(Φ⁻¹(u)) with u = frac(1/2 + position/φ), where φ is the
-    golden ratio. The first n numbers u cover the interval (0, 1) more evenly than random numbers,
-    for every n: shares of them are wrong by O(log n / n) instead of O(1/√n) (Knuth, "The Art of
-    Computer Programming", volume 3, section 6.4, Fibonacci hashing).
+    held-out losses of different objectives can be compared, if the models predict the same. The
+    times are quantiles of the standard logit-normal distribution: t = sigmoid(Φ⁻¹(u)) with
+    u = frac(1/2 + position/φ), where φ is the golden ratio. The first n numbers u cover the
+    interval (0, 1) more evenly than random numbers, for every n: shares of them are wrong by
+    O(log n / n) instead of O(1/√n) (Knuth, "The Art of Computer Programming", volume 3, section
+    6.4, Fibonacci hashing).
     """
     # Compute u as an odd multiple of 2⁻³³ with integers, which are exact on every device. An
     # overflow of the product does no harm, because its low 32 bits are right.
@@ -151,11 +153,10 @@ class FlowMatching(Objective):
     time_floor: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        shift = self.timestep_shift
-        if self.logit_std <= 0.0 or (shift != "auto" and shift <= 0.0):
+        if self.logit_std <= 0.0 or not is_shift(self.timestep_shift):
             raise UserError(
                 f"objective.logit_std={self.logit_std} and "
-                f"objective.timestep_shift={self.timestep_shift} must be above 0."
+                f"objective.timestep_shift={self.timestep_shift} must be above 0, or this one auto."
             )
         if not 0.0 <= self.label_dropout <= 1.0:
             raise UserError(

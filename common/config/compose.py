@@ -49,7 +49,7 @@ from common.errors import UserError, describe_machine_fault
 from common.files import read_object
 from common.output import tolerate_broken_output
 from common.require_python import STOPPED
-from common.text import escape_unprintable
+from common.text import escape_unprintable, is_shift
 from common.trees import list_nodes
 
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
@@ -201,7 +201,9 @@ def resolve_config(
         # Record the shift of the times of samples, as later commands know no objective.
         sampling = source["sampling"]
         if sampling["shift"] is None:
-            sampling["shift"] = (source["objective"] or {}).get("timestep_shift", 1.0)
+            shift = (source["objective"] or {}).get("timestep_shift")
+            # Leave it to the objective to refuse a value of its key.
+            sampling["shift"] = shift if is_shift(shift) else 1.0
     cfg = apply_schema(kind, source, overrides)
     cfg.check()
     files = {str(group): str(file) for group, file in choices.items() if "hydra/" not in str(group)}

@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le
 
 from common.config.contradictions import check_contradictions, check_nccl, is_colour, list_sides
 from common.errors import UserError
+from common.text import is_shift
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -264,7 +265,7 @@ class SamplingConfig:
     shift: Any = None
     """Shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t =
     1, the noise; 1: equally long steps; auto: the larger one of 1 and √(values of a latent / 4096);
-    null: that of the objective, timestep_shift."""
+    null: that of the objective, timestep_shift; 1 for a weights file outside its run."""
     per_class: Positive = 10
     """Samples to draw per class; also the number of columns of a sample grid in training."""
 
@@ -272,12 +273,8 @@ class SamplingConfig:
         """Raises UserError for a value with which sampling is impossible; `prefix` stands before
         the key in the error's message."""
         refuse_values(self, prefix)
-        shift = self.shift
-        if shift not in (None, "auto") and (type(shift) not in (int, float) or shift <= 0):
-            raise UserError(
-                f"{prefix}shift={shift} must be above 0, auto, or null: objective.timestep_shift, "
-                "which then must be so."
-            )
+        if self.shift is not None and not is_shift(self.shift):
+            raise UserError(f"{prefix}shift={self.shift} must be above 0, auto or null.")
         for key in ("guidance_interval", "internal_interval"):
             interval = vars(self)[key]
             if len(interval) != 2 or interval[0] > interval[1]:

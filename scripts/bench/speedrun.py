@@ -168,9 +168,10 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
     cost = find_cost(case, cfg)
     baseline = train_seeds(case.baseline, cfg.total_samples, cfg)
     names = list_figures(case.baseline)
-    data = [{w for w in ws if w.startswith("data")} for ws in (case.overrides, case.baseline)]
-    if data[0] != data[1]:
-        names.remove("eval_loss")  # losses of other latents say nothing
+    keys = ("data.path", "model.prediction")
+    own, others = ({w for w in ws if w.startswith(keys)} for ws in (case.overrides, case.baseline))
+    if own != others:
+        names.remove("eval_loss")  # losses of other latents, or weighed otherwise, say nothing
     goals = {name: baseline[name] for name in names}
     for name, value in goals.items():
         if isnan(value):

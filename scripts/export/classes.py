@@ -155,7 +155,7 @@ class FastlatentPipeline(DiffusionPipeline):
         internal_guidance: float | None = None,
         internal_interval: tuple[float, float] | None = None,
         solver: str | None = None,
-        shift: float | None = None,
+        shift: Any = None,
         seed: int = 0,
         latents: Tensor | None = None,
         output_type: str = "pil",
@@ -169,7 +169,7 @@ class FastlatentPipeline(DiffusionPipeline):
 
         Settings that are None take their values from training: steps, guidance (1: none) and the
         interval of times with guidance, the same two of internal guidance, the solver (euler, heun,
-        ab2, sde), and the timestep shift.
+        ab2, sde), and the timestep shift, a number or "auto".
         `latents` (N, C, H, W) replaces the noise of `seed`. `output_type` is "pil", "np" (uint8, N
         × H × W × 3) or "latent" (raw, ready to decode). `height` and `width`, in pixels, may only
         be those of training. Raises UserError for an unknown class or value.

@@ -24,8 +24,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_TOKENS_OF_FILE = 2400
 MAX_TOKENS_OF_FUNCTION = 450
 LONGER = {"train": 900, "precompute": 900}
-MAX_TOKENS_OF_CODE = 227_437
-MAX_TOKENS_OF_TESTS = 183_016
+MAX_TOKENS_OF_CODE = 227_640
+MAX_TOKENS_OF_TESTS = 182_993
 """A change that needs more room raises the number and says by how much. Packing saves no token."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -101,23 +101,24 @@ def test_what_is_no_pixel_has_no_place_in_8_bits(latents, encode, vae):
         encode("encoder=local", f"encoder.path={vae}", "dtype=uint8")
     with expect_refusal("data.storage=int8: this set has 8 bits already"):
         resident(latents, storage="int8")
-    wide = read_set(encode("encoder=pixels", "dtype=float16", "flips=true"))
+    wide = read_set(encode("encoder=pixels", "dtype=float16", "flips=true", "runtime.compile=true"))
     assert all(torch.equal(wide[name], tensor) for name, tensor in read_set(latents).items())
 
 
-@pytest.mark.parametrize("kind", ["npy", "safetensors"])
-def test_pictures_of_another_tool_are_imported(kind, pictures, tmp_path):
+def test_pictures_of_another_tool_are_imported(pictures, tmp_path):
     _, expected = pictures
     pixels = np.ascontiguousarray(expected.transpose(0, 3, 1, 2))
-    file = tmp_path / f"pictures.{kind}"
-    if kind == "npy":
-        np.save(file, pixels)
-    else:
-        save_file({"latents": torch.from_numpy(pixels)}, file)
-    words = {"source": str(file), "classes": "none", "encoder": "pixels", "scale": 1.0}
+    save_file({"latents": torch.from_numpy(pixels)}, tmp_path / "a.safetensors")
+    words = {"out": f"{tmp_path}/out", "classes": "none", "encoder": "pixels", "scale": 1.0}
+    for wrong in (expected, pixels / 255.0):
+        np.save(tmp_path / "a.npy", wrong)
+        given = ImportConfig(source=f"{tmp_path}/a.npy", dtype="uint8", **words)
+        with expect_refusal("takes pictures .* of 1 or 3 channels, whole numbers from 0 to 255"):
+            import_latents(given)
+    words["source"] = f"{tmp_path}/a.safetensors"
     with expect_refusal("holds uint8, .*8-bit pixels need encoder=pixels dtype=uint8"):
-        import_latents(ImportConfig(out=str(tmp_path / "a"), **words))
-    folder = import_latents(ImportConfig(out=str(tmp_path / "b"), dtype="uint8", **words)).parent
+        import_latents(ImportConfig(**words))
+    folder = import_latents(ImportConfig(dtype="uint8", **words)).parent
     stored = read_set(folder)["latents"]
     assert sort_pictures(stored.permute(0, 2, 3, 1)) == sort_pictures(expected)
 
@@ -127,7 +128,6 @@ def test_presets_have_few_tokens_and_predict_clean_pictures(side, tokens, latent
     cfg = compose([f"experiment=pixels_{side}", f"data.path={latents}"]).cfg
     model = build_on_meta(cfg.model, LatentSpec(3, side, side, 2, 1, [], [], []))
     assert (model.tokens, model.prediction) == (tokens, "clean")
-    assert cfg.sampling.shift == cfg.objective["timestep_shift"] == "auto"
 
 
 CLEAN = """model=hybrid_xs runtime=eager model.prediction=clean model.patch_size=4
